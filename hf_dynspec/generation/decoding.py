@@ -18,13 +18,13 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache_names import CACHE, returned_cache
+from ..cache_names import CACHE, cached_tokens, returned_cache
 from ..errors import UnsupportedError
-from ..protocol import Candidates
+from ..memory.recurrent import Reading, Rollback
 from .generate_call import GenerateCall
 from .output_record import OutputRecord
 from .target import keep_path
-from .verification import Outcome, Verifier
+from .verification import Verifier
 
 
 def decode(
@@ -64,7 +64,8 @@ def decode(
         if token_streamer is not None:
             token_streamer.put(input_ids.cpu())
     cache = model_kwargs[CACHE]
-    cache.activate_past_recording()
+    rollback = call.rollback
+    rollback.activate(cache)
     record = OutputRecord(generation_config, target.config.get_text_config())
     call.begin(generation_config, input_ids, logits_processor, model_kwargs)
     keeps_scores = record.scores is not None or call.wants_scores
@@ -73,13 +74,22 @@ def decode(
     while not is_done:
         length = input_ids.shape[1]
         candidates = call.propose(input_ids)
-        with _DraftGuard(cache) as guard:
-            outputs = call.verify(input_ids, candidates, is_first, model_kwargs)
-            guard.has_read(returned_cache(outputs), candidates)
+        reading = rollback.reading(cache, 0 if candidates is None else candidates.token_ids.shape[0])
+        with _DraftGuard(cache, rollback, reading) as guard:
+            with reading:
+                outputs = call.verify(input_ids, candidates, is_first, model_kwargs)
+            guard.has_read(returned_cache(outputs))
             logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
             outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores, call.best_tokens)
             guard.is_cropping()
-            cache = _keep_accepted(cache, returned_cache(outputs), candidates, outcome)
+            if returned_cache(outputs) is not cache:
+                # Some models begin another cache when the text grows past a limit.
+                cache = returned_cache(outputs)
+                rollback.activate(cache)
+            if candidates is None or candidates.is_chain:
+                rollback.keep(cache, reading, outcome.accepted)
+            else:
+                keep_path(cache, candidates.token_ids.shape[0], outcome.rows[1:] - 1)
         input_ids = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
         record.add_scores(logits, outcome)
         model_kwargs = target._update_model_kwargs_for_generation(
@@ -112,18 +122,18 @@ class _DraftGuard:
 
     Args:
         cache: the cache at the beginning of the round.
+        rollback: rolls it back.
+        reading: the target's forward in this round.
     """
 
-    def __init__(self, cache: Any):
-        self._cache = cache
-        self._verified = cache.get_seq_length()
+    def __init__(self, cache: Any, rollback: Rollback, reading: Reading):
+        self._cache, self._rollback, self._reading = cache, rollback, reading
+        self._verified = cached_tokens(cache)
         self._is_whole = False
 
-    def has_read(self, returned: Any, candidates: Candidates | None) -> None:
+    def has_read(self, returned: Any) -> None:
         """The target has read the verified text and the candidates."""
-        self._cache = returned
-        self._verified = returned.get_seq_length() - (0 if candidates is None else candidates.token_ids.shape[0])
-        self._is_whole = True
+        self._cache, self._is_whole = returned, True
 
     def is_cropping(self) -> None:
         """From now on layers may differ in length."""
@@ -135,26 +145,11 @@ class _DraftGuard:
     def __exit__(self, *raised: object) -> None:
         if raised[0] is None:
             return
-        change = self._verified - self._cache.get_seq_length()
         if self._is_whole:
-            self._cache.crop(change)
-        elif change:
-            # The layers' lengths are unknown: the text is read again.
+            self._rollback.keep(self._cache, self._reading, 0)
+        elif self._rollback.has_states or cached_tokens(self._cache) != self._verified:
+            # How far the layers have read is unknown: the text is read again.
             self._cache.reset()
-
-
-def _keep_accepted(cache: Any, returned: Any, candidates: Candidates | None, outcome: Outcome) -> Any:
-    """Remove rejected candidates from the cache. Returns the cache that the model goes on with."""
-    if returned is not cache:
-        # Some models begin another cache when the text grows past a limit.
-        returned.activate_past_recording()
-    if candidates is None:
-        returned.crop(0)
-    elif candidates.is_chain:
-        returned.crop(outcome.accepted - candidates.token_ids.shape[0])
-    else:
-        keep_path(returned, candidates.token_ids.shape[0], outcome.rows[1:] - 1)
-    return returned
 
 
 def _healed(

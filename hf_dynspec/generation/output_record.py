@@ -54,7 +54,8 @@ class OutputRecord:
         drafted = 0 if candidates is None else candidates.token_ids.shape[0]
         is_tree = candidates is not None and not candidates.is_chain
         for wanted, states, keys in (
-            ("_attentions", outputs.attentions, length),
+            # The outputs of recurrent models have no such field.
+            ("_attentions", getattr(outputs, "attentions", None), length),
             ("_hidden_states", outputs.hidden_states, None),
         ):
             collected = getattr(self, wanted)

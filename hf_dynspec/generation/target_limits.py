@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache_names import cache_inputs, returned_cache
+from ..cache_names import cache_inputs, cached_tokens, is_recurrent, returned_cache
 from ..errors import UnsupportedError
 from ..kernels import QueryRows
 from ..memory.fixed import FixedMemory
@@ -39,10 +39,20 @@ def require_cache(model: PreTrainedModel) -> None:
             "tokens. Generate without an assistant."
         )
     cache = returned_cache(read_two_tokens(model))
-    if cache is None or cache.get_seq_length() != 2:
+    # A cache without attention does not know its length.
+    if cache is None or (cached_tokens(cache) != 2 and not is_recurrent(model)):
         raise UnsupportedError(
             f"{name} keeps no cache of what it has read, without which verification would read the whole text in "
             "every round. Generate without an assistant."
+        )
+
+
+def require_no_state(model: PreTrainedModel) -> None:
+    """Check that nothing but keys and values changes when a target reads a tree (`UnsupportedError`)."""
+    if is_recurrent(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot verify a tree of tokens: it keeps a recurrent state, which each token "
+            "changes for all others after it, whatever branch they are on. Draft chains with tree=False."
         )
 
 

@@ -7,6 +7,8 @@ the recurrence itself is computed twice.
 """
 
 import copy
+import functools
+import inspect
 import threading
 import weakref
 from collections import OrderedDict
@@ -21,13 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..cache_names import cache_inputs, is_recurrent
 from ..errors import UnsupportedError
-from ..modeling.parts import (
-    FORWARD_ERRORS,
-    computes_in_fp32,
-    input_device,
-    output_rows,
-    require_finite_weights,
-)
+from ..modeling.parts import FORWARD_ERRORS, computes_in_fp32, input_device, output_rows, require_finite_weights
 
 _KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
 # Layers that keep states, and such that keep nothing. Older releases have no common class of the former.
@@ -35,6 +31,7 @@ _STATES = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 _NOTHING = getattr(cache_utils, "DummyLayer", ())
 # A check reads this many tokens, and then so many at once and one by one.
 _CHECKED_PROMPT, _CHECKED_ROWS, _CHECKED_KEPT = 5, 4, 2
+_WAY_OUT = "Use another target, or generate without an assistant."
 
 
 class Rollback:
@@ -59,25 +56,25 @@ class Rollback:
 
     def activate(self, cache: Cache) -> None:
         """Let a cache keep what a rollback needs."""
-        if not self.has_states:
-            cache.activate_past_recording()
-            return
-        # Convolutions of recurrent layers are copied with the states: recording them would change how models step.
-        for layer in cache.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.activate_past_recording()
+        record_past(cache, self.has_states)
 
     def reading(self, cache: Cache, candidates: int) -> "Reading":
-        """What records the next forward over the last verified token and `candidates` after it."""
+        """What the next forward is entered with: it reads that many candidates after the last verified token."""
         mixers = [self._model().get_submodule(name) for name in self._mixers] if candidates else []
         return Reading(cache, mixers, candidates + 1)
 
-    def crop(self, cache: Cache, change: int) -> None:
-        """Remove the keys and values of the last `-change` tokens."""
+    def keep(self, cache: Cache, reading: "Reading", accepted: int) -> None:
+        """Bring a cache to the end of the accepted candidates of its last forward.
+
+        Raises:
+            UnsupportedError: the forward ran without its hooks.
+        """
+        reading.keep(accepted + 1)
+        removed = reading.rows - accepted - 1
         if self.has_states:
-            _crop_attention(cache, change)
+            crop_attention(cache, -removed)
         else:
-            cache.crop(change)
+            cache.crop(-removed)
 
 
 class RecurrentStates:
@@ -85,13 +82,16 @@ class RecurrentStates:
 
     Args:
         cache: the cache, whose states are copied.
+
+    Attributes:
+        of_layers: the layers.
     """
 
     def __init__(self, cache: Cache):
-        self._layers = [layer for layer in cache.layers if isinstance(layer, _STATES)]
+        self.of_layers = [layer for layer in cache.layers if isinstance(layer, _STATES)]
         self._saved = [
             (dict(layer.has_previous_state), _copied(layer.conv_states), _copied(layer.recurrent_states))
-            for layer in self._layers
+            for layer in self.of_layers
         ]
 
     @property
@@ -102,7 +102,7 @@ class RecurrentStates:
 
     def restore(self) -> None:
         """Give the cache these states."""
-        for layer, (has_state, convolutions, states) in zip(self._layers, self._saved, strict=True):
+        for layer, (has_state, convolutions, states) in zip(self.of_layers, self._saved, strict=True):
             layer.has_previous_state.update(has_state)
             # Models update states in place, so the copies stay apart.
             layer.conv_states.update(_copied(convolutions))
@@ -130,10 +130,13 @@ class Reading:
         cache: the cache that the forward reads on from.
         mixers: the modules that update recurrent states; none if there is nothing to record.
         rows: the tokens of the forward.
+
+    Attributes:
+        rows: as given.
     """
 
     def __init__(self, cache: Cache, mixers: list[nn.Module], rows: int):
-        self._cache, self._mixers, self._rows = cache, mixers, rows
+        self._mixers, self.rows = mixers, rows
         self._states = RecurrentStates(cache) if mixers else None
         self._calls: list[_Call] = []
         self._hooks: list[Any] = []
@@ -158,7 +161,7 @@ class Reading:
             self._calls.append(_Call(mixer, args, kwargs, {}))
 
     def _keep_projected(self, name: str, child: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        if self._is_mine() and self._calls and output.dim() == 3 and output.shape[1] == self._rows:
+        if self._is_mine() and self._calls and output.dim() == 3 and output.shape[1] == self.rows:
             self._calls[-1].projected.setdefault(name, []).append(output)
 
     def _is_mine(self) -> bool:
@@ -166,21 +169,17 @@ class Reading:
 
     @torch.no_grad()
     def keep(self, rows: int) -> None:
-        """Bring the recurrent states to the end of the first rows of the forward.
-
-        Raises:
-            UnsupportedError: the forward ran without its hooks.
-        """
-        if not self._mixers or rows == self._rows:
+        """Bring the recurrent states to the end of the first rows of the forward."""
+        if not self._mixers or rows == self.rows:
             return
         if {id(call.mixer) for call in self._calls} != {id(mixer) for mixer in self._mixers}:
             raise UnsupportedError(
-                "the model ran without the hooks by which its recurrent states are rolled back, as compiled models do: "
-                "generate with a model that is not compiled, or without an assistant."
+                "the target ran without the hooks that record how to roll its recurrent states back, as compiled "
+                "models do: do not compile it, or generate without an assistant."
             )
         self._states.restore()
         for call in self._calls:
-            _run_again(call, self._rows, rows)
+            _run_again(call, self.rows, rows)
 
 
 def _run_again(call: _Call, rows: int, kept: int) -> None:
@@ -207,7 +206,18 @@ def _twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _crop_attention(cache: Cache, change: int) -> None:
+def record_past(cache: Cache, has_states: bool) -> None:
+    """Let a cache keep what cropping needs. Convolutions beside recurrent states are copied with them: recording them
+    would change how some models step."""
+    if not has_states:
+        cache.activate_past_recording()
+        return
+    for layer in cache.layers:
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.activate_past_recording()
+
+
+def crop_attention(cache: Cache, change: int) -> None:
     """Remove the keys and values of the last `-change` tokens, and leave recurrent states alone."""
     for layer in cache.layers:
         if isinstance(layer, _STATES):
@@ -221,7 +231,76 @@ def _crop_attention(cache: Cache, change: int) -> None:
             layer.crop(change)
 
 
+class Places:
+    """The recurrent states of a cache after some of its tokens, for a model that reads them one by one.
+
+    Args:
+        cache: an empty cache.
+    """
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+        self._states = {0: RecurrentStates(cache)}
+
+    def add(self, length: int) -> None:
+        """Copy the states, which are those after so many tokens."""
+        self._states[length] = RecurrentStates(self._cache)
+
+    def forget_before(self, length: int) -> None:
+        """Nothing will be truncated to a length below this one, except to 0."""
+        self._states = {place: states for place, states in self._states.items() if place >= length or not place}
+
+    def truncate(self, length: int, change: int) -> int:
+        """Shorten the cache, of that length, by at least `-change` tokens. Returns its length."""
+        place = max(one for one in self._states if one <= length + change)
+        crop_attention(self._cache, place - length)
+        if place < length:
+            self._states[place].restore()
+            self._states = {one: states for one, states in self._states.items() if one <= place}
+        return place
+
+
+def positions_from(model: nn.Module, first: int, count: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """The positions of `count` tokens as an argument of a model's forward, if it takes them: some hybrids count from 0
+    in every forward unless they are told."""
+    if not _takes_positions(type(model)):
+        return {}
+    return {"position_ids": torch.arange(first, first + count, device=device).unsqueeze(0)}
+
+
+@functools.cache
+def _takes_positions(architecture: type[nn.Module]) -> bool:
+    return "position_ids" in inspect.signature(architecture.forward).parameters
+
+
 # Checks --------------------------------------------------------------------------------------------------------------
+
+
+def require_states_in_cache(model: PreTrainedModel) -> None:
+    """Check that a recurrent model keeps its states in transformers' own layers of a cache.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    cache = DynamicCache(config=model.config.get_text_config())
+    own = [
+        type(layer).__name__
+        for layer in cache.layers
+        if not isinstance(layer, (_STATES, _NOTHING)) and type(layer) not in _KEYS_AND_VALUES
+    ]
+    kept = f"layers of its own kind, {own[0]}" if own else "a cache of its own"
+    if not own and model._supports_default_dynamic_cache() and _STATES and hasattr(cache, "get_recurrent_state"):
+        tokens = torch.ones(1, 2, dtype=torch.int64, device=input_device(model))
+        model(input_ids=tokens, **cache_inputs(cache))
+        if any(
+            state is not None for one in RecurrentStates(cache).of_layers for state in one.recurrent_states.values()
+        ):
+            return
+        kept = "its modules, and not in its cache"
+    raise UnsupportedError(
+        f"{type(model).__name__} keeps a recurrent state in {kept}, which cannot be rolled back to the accepted "
+        "tokens. Use another model, or generate without an assistant."
+    )
 
 
 @torch.no_grad()
@@ -231,58 +310,46 @@ def _checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
     Raises:
         UnsupportedError: its states cannot be rolled back.
     """
-    name, way_out = type(model).__name__, "Generate without an assistant, or use another drafter"
-    cache = DynamicCache(config=model.config.get_text_config())
-    own = [type(one).__name__ for one in cache.layers if not isinstance(one, (_STATES, _NOTHING, *_KEYS_AND_VALUES))]
-    if own or not model._supports_default_dynamic_cache() or not _STATES or not hasattr(cache, "get_recurrent_state"):
-        kept = f"layers of its own kind ({own[0]})" if own else "a cache of its own"
-        raise UnsupportedError(
-            f"{name} keeps a recurrent state in {kept}, which cannot be rolled back to the accepted tokens. {way_out}."
-        )
-    device, count = input_device(model), _CHECKED_PROMPT + _CHECKED_ROWS
+    require_states_in_cache(model)
+    cache, device = DynamicCache(config=model.config.get_text_config()), input_device(model)
+    count = _CHECKED_PROMPT + _CHECKED_ROWS
     text = torch.arange(1, count + 1, device=device).unsqueeze(0) % output_rows(model)
 
     def read(first: int, end: int) -> torch.Tensor:
-        return model(input_ids=text[:, first:end], **cache_inputs(cache)).logits[0].float()
+        inputs = cache_inputs(cache) | positions_from(model, first, end - first, device)
+        return model(input_ids=text[:, first:end], **inputs).logits[0].float()
 
-    try:
-        names = _names_of_mixers(model, cache, partial(read, 0, _CHECKED_PROMPT))
-        if not names:
-            raise UnsupportedError(
-                f"{name} keeps a recurrent state outside its cache, which cannot be rolled back to the accepted "
-                f"tokens. {way_out}."
-            )
-        before = RecurrentStates(cache)
-        places = range(_CHECKED_PROMPT, count)
-        alone = torch.cat([read(place, place + 1) for place in places])
-        _crop_attention(cache, -_CHECKED_ROWS)
-        before.restore()
-        reading = Reading(cache, [model.get_submodule(one) for one in names], _CHECKED_ROWS)
-        with reading:
-            together = read(_CHECKED_PROMPT, count)
-        reading.keep(_CHECKED_KEPT)
-        _crop_attention(cache, _CHECKED_KEPT - _CHECKED_ROWS)
-        place = places[_CHECKED_KEPT]
-        after = read(place, place + 1)
-    except FORWARD_ERRORS as error:
-        if isinstance(error, UnsupportedError):
-            raise
-        raise UnsupportedError(
-            f"{name} keeps a recurrent state that cannot be rolled back to the accepted tokens: {error!s:.200}. "
-            f"{way_out}."
-        ) from error
-    tolerance = (1e-3 if computes_in_fp32(model) else 5e-2) * alone.abs().max()
-    problems = (
-        (together, alone, "reads several tokens at once in another way than one by one once it has a state"),
-        (after, alone[_CHECKED_KEPT : _CHECKED_KEPT + 1], "has recurrent layers that cannot be run again alone"),
+    names = _names_of_mixers(model, cache, partial(read, 0, _CHECKED_PROMPT))
+    before, places = RecurrentStates(cache), range(_CHECKED_PROMPT, count)
+    alone = torch.cat([read(place, place + 1) for place in places])
+    crop_attention(cache, -_CHECKED_ROWS)
+    before.restore()
+    reading = Reading(cache, [model.get_submodule(one) for one in names], _CHECKED_ROWS)
+    with reading:
+        together = read(_CHECKED_PROMPT, count)
+    _require_agreement(
+        model,
+        together,
+        alone,
+        "does not go on from its recurrent state when it reads several tokens at once, so no draft can be verified in "
+        "one forward",
     )
-    for actual, expected, problem in problems:
-        if not bool(((actual - expected).abs() <= tolerance).all()):
-            require_finite_weights(model)
-            raise UnsupportedError(
-                f"{name} {problem}, so its recurrent state cannot be rolled back to the accepted tokens. {way_out}."
-            )
+    problem = "has recurrent layers that cannot be run alone, to roll back the state to the accepted tokens"
+    try:
+        reading.keep(_CHECKED_KEPT)
+    except FORWARD_ERRORS as error:
+        raise UnsupportedError(f"{type(model).__name__} {problem}: {error!s:.200}. {_WAY_OUT}") from error
+    crop_attention(cache, _CHECKED_KEPT - _CHECKED_ROWS)
+    place = places[_CHECKED_KEPT]
+    _require_agreement(model, read(place, place + 1), alone[_CHECKED_KEPT : _CHECKED_KEPT + 1], problem)
     return names
+
+
+def _require_agreement(model: PreTrainedModel, actual: torch.Tensor, expected: torch.Tensor, problem: str) -> None:
+    tolerance = (1e-3 if computes_in_fp32(model) else 5e-2) * expected.abs().max()
+    if not bool(((actual - expected).abs() <= tolerance).all()):
+        require_finite_weights(model)
+        raise UnsupportedError(f"{type(model).__name__} {problem}. {_WAY_OUT}")
 
 
 def _names_of_mixers(model: PreTrainedModel, cache: Any, run: Callable[[], Any]) -> tuple[str, ...]:
