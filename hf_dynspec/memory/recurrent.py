@@ -183,20 +183,24 @@ class Reading:
 
 
 def _run_again(call: _Call, rows: int, kept: int) -> None:
-    """Let a mixer read the first rows of a call again. The module itself is not touched."""
+    """Let a mixer read the first rows of a call again, one by one as in plain generation: many read several in chunks,
+    which cost more than so few steps. The module itself is not touched."""
     mixer = _twin(call.mixer)
     mixer.__dict__["_modules"] = dict(call.mixer._modules)
-    for name, outputs in call.projected.items():
-        twin = _twin(call.mixer._modules[name])
-        left = iter(outputs)
-        twin.forward = lambda *args, left=left, **kwargs: next(left)[:, :kept]
-        mixer._modules[name] = twin
+    twins = {name: _twin(call.mixer._modules[name]) for name in call.projected}
+    mixer._modules.update(twins)
+    for row in range(kept):
+        for name, outputs in call.projected.items():
+            left = iter(outputs)
+            twins[name].forward = lambda *args, left=left, row=row: next(left)[:, row : row + 1]
+        named = {name: _row(value, row, rows) for name, value in call.kwargs.items()}
+        mixer.forward(*(_row(value, row, rows) for value in call.args), **named)
 
-    def first(value: Any) -> Any:
-        is_rows = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == rows
-        return value[:, :kept] if is_rows else value
 
-    mixer.forward(*map(first, call.args), **{name: first(value) for name, value in call.kwargs.items()})
+def _row(value: Any, row: int, rows: int) -> Any:
+    """One row of an argument that has them."""
+    has_rows = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == rows
+    return value[:, row : row + 1] if has_rows else value
 
 
 def _twin(module: nn.Module) -> nn.Module:
