@@ -11,7 +11,6 @@ from ..modeling.masks import attention_windows
 from ..protocol import Candidates
 from .verification import Outcome
 
-
 # The kinds of layers that return no attentions, by transformers' names.
 _WITHOUT_ATTENTION = "linear_attention", "conv", "moe", "mlp"
 

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache_names import CACHE, cache_inputs, passed_cache, returned_cache
 from ..errors import UnsupportedError
-from ..memory.recurrent import Rollback
+from ..memory.recurrent import Rollback, record_past
 from ..modeling.head import finish_logits
 from ..modeling.masks import attention_mask, attention_windows, descent, require_known_kinds, require_tree_masks
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, scale_and_cap
@@ -257,7 +257,7 @@ class TargetForward:
             outputs.append(self._forward(inputs, 1, None))
             # Some models begin another cache if a chunk is longer than a limit.
             cache = returned_cache(outputs[-1])
-            self.rollback.activate(cache)
+            record_past(cache, self.rollback.has_states)
             model_kwargs[CACHE] = cache
         return outputs
 

@@ -1,18 +1,17 @@
 """Bringing a model's dynamic cache back to the accepted tokens.
 
-Keys and values of rejected candidates are cut off. A recurrent state has no positions to cut: it is copied before a
-verification, and the inputs of the modules that update it (mixers) are recorded meanwhile. Afterwards these modules
-alone read the accepted rows again. Their projections return the outputs that were recorded, so that little more than
-the recurrence itself is computed twice.
+Keys and values of rejected candidates are cut off. A recurrent state has no positions to cut: it goes back to a copy
+from before the verification. The modules that update it (mixers) then lag behind by the accepted rows, whose inputs
+were recorded. In the next verification they read these rows again, before its own and in the same call: a mixer takes
+about as long for some rows more, and reading them at once would take a call of its own.
 """
 
-import copy
 import functools
 import inspect
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,11 +30,13 @@ _STATES = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 _NOTHING = getattr(cache_utils, "DummyLayer", ())
 # A check reads this many tokens, and then so many at once and one by one.
 _CHECKED_PROMPT, _CHECKED_ROWS, _CHECKED_KEPT = 5, 4, 2
+# Mixers read so many rows of earlier rounds again at most.
+_MOST_WAITING = 24
 _WAY_OUT = "Use another target, or generate without an assistant."
 
 
 class Rollback:
-    """Rolls the caches of one model back. Shareable between calls.
+    """How the caches of one model are rolled back. Shareable between calls.
 
     Args:
         model: a model whose caches are dynamic.
@@ -54,27 +55,9 @@ class Rollback:
         """Whether the model keeps recurrent states."""
         return bool(self._mixers)
 
-    def activate(self, cache: Cache) -> None:
-        """Let a cache keep what a rollback needs."""
-        record_past(cache, self.has_states)
-
-    def reading(self, cache: Cache, candidates: int) -> "Reading":
-        """What the next forward is entered with: it reads that many candidates after the last verified token."""
-        mixers = [self._model().get_submodule(name) for name in self._mixers] if candidates else []
-        return Reading(cache, mixers, candidates + 1)
-
-    def keep(self, cache: Cache, reading: "Reading", accepted: int) -> None:
-        """Bring a cache to the end of the accepted candidates of its last forward.
-
-        Raises:
-            UnsupportedError: the forward ran without its hooks.
-        """
-        reading.keep(accepted + 1)
-        removed = reading.rows - accepted - 1
-        if self.has_states:
-            crop_attention(cache, -removed)
-        else:
-            cache.crop(-removed)
+    def of(self, cache: Cache) -> "RolledBack":
+        """A cache that is rolled back as long as this is entered."""
+        return RolledBack(cache, [self._model().get_submodule(name) for name in self._mixers])
 
 
 class RecurrentStates:
@@ -115,99 +98,158 @@ def _copied(states: dict[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
 
 
 class _Call(NamedTuple):
-    """One call of a mixer: its inputs, and the outputs of its projections by name."""
+    """One call of a mixer: its arguments, and those of them that have a row for each token, by place or name."""
 
     mixer: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    projected: dict[str, list[torch.Tensor]]
+    rows: dict[int | str, torch.Tensor]
+
+    @classmethod
+    def of(cls, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> "_Call":
+        """The call of a forward over `count` tokens, none of which is padding."""
+        args, kwargs = tuple(map(_without_mask, args)), {name: _without_mask(one) for name, one in kwargs.items()}
+        places = [*enumerate(args), *kwargs.items()]
+        rows = {key: one for key, one in places if _is_tensor(one, 3) and one.shape[1] == count}
+        return cls(mixer, args, kwargs, rows)
+
+    def after(self, earlier: "_Call") -> "_Call":
+        """The same call with the rows of an earlier one before its own."""
+        rows = {key: torch.cat([earlier.rows[key], one], dim=1) for key, one in self.rows.items()}
+        return self._replace(rows=rows)
+
+    def first(self, count: int) -> "_Call":
+        """The same call with its first rows alone."""
+        return self._replace(rows={key: one[:, :count] for key, one in self.rows.items()})
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these rows."""
+        args = tuple(self.rows.get(place, one) for place, one in enumerate(self.args))
+        return args, {name: self.rows.get(name, one) for name, one in self.kwargs.items()}
 
 
-class Reading:
-    """Records one forward, while it is entered. Hooks are on the mixers meanwhile, and nothing stays there.
+def _is_tensor(value: Any, dim: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == dim
+
+
+def _without_mask(value: Any) -> Any:
+    return None if _is_tensor(value, 2) else value
+
+
+class RolledBack:
+    """One cache that is rolled back after each forward. When this is left, its states are those after all tokens that
+    it holds.
 
     Args:
-        cache: the cache that the forward reads on from.
-        mixers: the modules that update recurrent states; none if there is nothing to record.
-        rows: the tokens of the forward.
+        cache: a cache that is in use, or an empty one.
+        mixers: the modules that update its recurrent states; none if it has none.
 
     Attributes:
-        rows: as given.
+        cache: as given.
     """
 
-    def __init__(self, cache: Cache, mixers: list[nn.Module], rows: int):
-        self._mixers, self.rows = mixers, rows
-        self._states = RecurrentStates(cache) if mixers else None
-        self._calls: list[_Call] = []
-        self._hooks: list[Any] = []
-        self._thread = threading.get_ident()
+    def __init__(self, cache: Cache, mixers: list[nn.Module]):
+        self.cache, self._mixers = cache, mixers
+        self._rows = 1
+        # The states before the rows that mixers have yet to read, and these rows.
+        self._base: RecurrentStates | None = None
+        self._waiting: list[_Call] = []
+        self._count_waiting = 0
+        # The calls of the present forward, if they are recorded.
+        self._calls: list[_Call] | None = None
+        self.use(cache)
 
-    def __enter__(self) -> "Reading":
-        for mixer in self._mixers:
-            self._hooks.append(mixer.register_forward_pre_hook(self._begin, with_kwargs=True))
-            for name, child in mixer.named_children():
-                if isinstance(child, nn.Linear):
-                    self._hooks.append(child.register_forward_hook(partial(self._keep_projected, name)))
+    @property
+    def has_states(self) -> bool:
+        """Whether the cache has recurrent states."""
+        return bool(self._mixers)
+
+    def use(self, cache: Cache) -> None:
+        """Go on with another cache: some models begin one when a text grows past a limit."""
+        self.cache = cache
+        record_past(cache, self.has_states)
+
+    def __enter__(self) -> "RolledBack":
         return self
 
     def __exit__(self, *raised: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._catch_up()
 
-    def _begin(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        # Another thread may run the same modules.
-        if kwargs is not None and self._is_mine():
-            self._calls.append(_Call(mixer, args, kwargs, {}))
+    @contextmanager
+    def reading(self, candidates: int) -> Iterator[None]:
+        """A forward of the model over the last verified token and so many candidates. Meanwhile hooks are on the
+        mixers, and nothing stays there."""
+        self._rows, self._calls = candidates + 1, None
+        if not self._mixers or (not candidates and not self._waiting):
+            yield
+            return
+        if not self._waiting:
+            self._base = RecurrentStates(self.cache)
+        self._calls, hooks = [], []
+        try:
+            for mixer in self._mixers:
+                hooks.append(mixer.register_forward_pre_hook(self._begin, with_kwargs=True))
+                hooks.append(mixer.register_forward_hook(self._end, with_kwargs=True))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def _keep_projected(self, name: str, child: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        if self._is_mine() and self._calls and output.dim() == 3 and output.shape[1] == self.rows:
-            self._calls[-1].projected.setdefault(name, []).append(output)
+    def _begin(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """Let a mixer read the waiting rows first. Other threads may run the same modules with other caches."""
+        if kwargs is None or not self._is_given(args, kwargs):
+            return None
+        call = _Call.of(mixer, args, kwargs, self._rows)
+        if self._waiting:
+            call = call.after(self._waiting[len(self._calls)])
+        self._calls.append(call)
+        return call.arguments()
 
-    def _is_mine(self) -> bool:
-        return threading.get_ident() == self._thread
+    def _end(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = None) -> Any:
+        return output[:, -self._rows :] if output is not None and self._is_given(args, kwargs) else None
+
+    def _is_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(one is self.cache for one in (*args, *kwargs.values()))
+
+    def keep(self, accepted: int) -> None:
+        """Go back to the end of the accepted candidates of the last forward.
+
+        Raises:
+            UnsupportedError: the forward ran without the hooks.
+        """
+        removed = self._rows - 1 - accepted
+        if self._calls is not None:
+            if [id(call.mixer) for call in self._calls] != [id(mixer) for mixer in self._mixers]:
+                raise UnsupportedError(
+                    "the target ran without the hooks that record how to roll its recurrent states back, as compiled "
+                    "models do: do not compile it, or generate without an assistant."
+                )
+            self._count_waiting += accepted + 1
+            self._waiting = [call.first(self._count_waiting) for call in self._calls] if removed else []
+            if not removed:
+                self._count_waiting = 0
+            else:
+                self._base.restore()
+            self._calls = None
+            if self._count_waiting > _MOST_WAITING:
+                self._catch_up()
+        if self.has_states:
+            crop_attention(self.cache, -removed)
+        else:
+            self.cache.crop(-removed)
 
     @torch.no_grad()
-    def keep(self, rows: int) -> None:
-        """Bring the recurrent states to the end of the first rows of the forward."""
-        if not self._mixers or rows == self.rows:
-            return
-        if {id(call.mixer) for call in self._calls} != {id(mixer) for mixer in self._mixers}:
-            raise UnsupportedError(
-                "the target ran without the hooks that record how to roll its recurrent states back, as compiled "
-                "models do: do not compile it, or generate without an assistant."
-            )
-        self._states.restore()
-        for call in self._calls:
-            _run_again(call, self.rows, rows)
+    def _catch_up(self) -> None:
+        """Let the mixers read the waiting rows."""
+        waiting, self._waiting, self._count_waiting = self._waiting, [], 0
+        for call in waiting:
+            args, kwargs = call.arguments()
+            call.mixer.forward(*args, **kwargs)
 
-
-def _run_again(call: _Call, rows: int, kept: int) -> None:
-    """Let a mixer read the first rows of a call again, one by one as in plain generation: many read several in chunks,
-    which cost more than so few steps. The module itself is not touched."""
-    mixer = _twin(call.mixer)
-    mixer.__dict__["_modules"] = dict(call.mixer._modules)
-    twins = {name: _twin(call.mixer._modules[name]) for name in call.projected}
-    mixer._modules.update(twins)
-    for row in range(kept):
-        for name, outputs in call.projected.items():
-            left = iter(outputs)
-            twins[name].forward = lambda *args, left=left, row=row: next(left)[:, row : row + 1]
-        named = {name: _row(value, row, rows) for name, value in call.kwargs.items()}
-        mixer.forward(*(_row(value, row, rows) for value in call.args), **named)
-
-
-def _row(value: Any, row: int, rows: int) -> Any:
-    """One row of an argument that has them."""
-    has_rows = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == rows
-    return value[:, row : row + 1] if has_rows else value
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """A module with the same weights, without hooks: these have run already."""
-    twin = copy.copy(module)
-    twin.__dict__.update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict())
-    return twin
+    def reset(self) -> None:
+        """Forget the text, as it is unknown how far the layers have read."""
+        self._waiting, self._count_waiting, self._calls = [], 0, None
+        self.cache.reset()
 
 
 def record_past(cache: Cache, has_states: bool) -> None:
@@ -328,24 +370,25 @@ def _checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
     alone = torch.cat([read(place, place + 1) for place in places])
     crop_attention(cache, -_CHECKED_ROWS)
     before.restore()
-    reading = Reading(cache, [model.get_submodule(one) for one in names], _CHECKED_ROWS)
-    with reading:
-        together = read(_CHECKED_PROMPT, count)
-    _require_agreement(
-        model,
-        together,
-        alone,
-        "does not go on from its recurrent state when it reads several tokens at once, so no draft can be verified in "
-        "one forward",
-    )
-    problem = "has recurrent layers that cannot be run alone, to roll back the state to the accepted tokens"
+    rolled = RolledBack(cache, [model.get_submodule(one) for one in names])
+    together, again = [], []
+    problem = "has recurrent layers that cannot read tokens again alone, to roll back their state"
     try:
-        reading.keep(_CHECKED_KEPT)
+        # The first time the last tokens are rejected, so that the second forward goes on from the middle.
+        for results, first in ((together, _CHECKED_PROMPT), (again, _CHECKED_PROMPT + _CHECKED_KEPT)):
+            with rolled.reading(count - first - 1):
+                results.append(read(first, count))
+            rolled.keep(_CHECKED_KEPT - 1)
     except FORWARD_ERRORS as error:
         raise UnsupportedError(f"{type(model).__name__} {problem}: {error!s:.200}. {_WAY_OUT}") from error
-    crop_attention(cache, _CHECKED_KEPT - _CHECKED_ROWS)
-    place = places[_CHECKED_KEPT]
-    _require_agreement(model, read(place, place + 1), alone[_CHECKED_KEPT : _CHECKED_KEPT + 1], problem)
+    _require_agreement(
+        model,
+        together[0],
+        alone,
+        "says something else after several tokens read at once than after the same tokens read one by one, so no "
+        "draft can be verified in one forward",
+    )
+    _require_agreement(model, again[0], alone[_CHECKED_KEPT:], problem)
     return names
 
 
