@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 from ..kernels import QueryRows
 from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
-from ..modeling.parts import FORWARD_ERRORS, computes_in_fp32, input_device, output_rows, require_finite_weights
+from ..modeling.parts import FORWARD_ERRORS, agree, input_device, output_rows, require_finite_weights
 from ..protocol import Candidates
 
 _CHANGING_ROPE = ("dynamic", "longrope")
@@ -89,8 +89,7 @@ def require_batches(model: PreTrainedModel, logits_of: Callable[[torch.Tensor], 
             f"{name} cannot read the texts of a batch in memory of fixed size: {error!s:.200}. Call generate once for "
             "each prompt."
         ) from error
-    tolerance = (1e-3 if computes_in_fp32(model) else 5e-2) * expected.abs().max()
-    if actual.shape != expected.shape or not bool(((actual - expected).abs() <= tolerance).all()):
+    if not agree(model, actual, expected):
         require_finite_weights(model)
         raise UnsupportedError(
             f"{name} says something else when its texts lie in memory of fixed size, as it does more than attend to "
@@ -141,8 +140,7 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
             f"{type(model).__name__} cannot verify a tree of tokens, as it takes no tree mask: {error}. "
             "Draft chains with tree=False."
         ) from error
-    tolerance = (1e-3 if computes_in_fp32(model) else 5e-2) * alone.abs().max()
-    return bool(((verified - alone).abs() <= tolerance).all())
+    return agree(model, verified, alone)
 
 
 def caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, DynamicCache], int]:

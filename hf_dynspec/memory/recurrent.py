@@ -8,7 +8,7 @@ about as long for some rows more, and reading them at once would take a call of 
 
 import functools
 import inspect
-import threading
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..cache_names import cache_inputs, is_recurrent
 from ..errors import UnsupportedError
-from ..modeling.parts import FORWARD_ERRORS, computes_in_fp32, input_device, output_rows, require_finite_weights
+from ..modeling.parts import FORWARD_ERRORS, agree, input_device, output_rows, require_finite_weights
 
 _KEYS_AND_VALUES = DynamicLayer, DynamicSlidingWindowLayer
 # Layers that keep states, and such that keep nothing. Older releases have no common class of the former.
@@ -32,7 +32,6 @@ _NOTHING = getattr(cache_utils, "DummyLayer", ())
 _CHECKED_PROMPT, _CHECKED_ROWS, _CHECKED_KEPT = 5, 4, 2
 # Mixers read so many rows of earlier rounds again at most.
 _MOST_WAITING = 24
-_WAY_OUT = "Use another target, or generate without an assistant."
 
 
 class Rollback:
@@ -65,16 +64,13 @@ class RecurrentStates:
 
     Args:
         cache: the cache, whose states are copied.
-
-    Attributes:
-        of_layers: the layers.
     """
 
     def __init__(self, cache: Cache):
-        self.of_layers = [layer for layer in cache.layers if isinstance(layer, _STATES)]
+        self._layers = layers_with_states(cache)
         self._saved = [
             (dict(layer.has_previous_state), _copied(layer.conv_states), _copied(layer.recurrent_states))
-            for layer in self.of_layers
+            for layer in self._layers
         ]
 
     @property
@@ -85,7 +81,7 @@ class RecurrentStates:
 
     def restore(self) -> None:
         """Give the cache these states."""
-        for layer, (has_state, convolutions, states) in zip(self.of_layers, self._saved, strict=True):
+        for layer, (has_state, convolutions, states) in zip(self._layers, self._saved, strict=True):
             layer.has_previous_state.update(has_state)
             # Models update states in place, so the copies stay apart.
             layer.conv_states.update(_copied(convolutions))
@@ -224,14 +220,12 @@ class RolledBack:
                     "the target ran without the hooks that record how to roll its recurrent states back, as compiled "
                     "models do: do not compile it, or generate without an assistant."
                 )
-            self._count_waiting += accepted + 1
-            self._waiting = [call.first(self._count_waiting) for call in self._calls] if removed else []
-            if not removed:
-                self._count_waiting = 0
-            else:
+            calls, count, self._calls = self._calls, self._count_waiting + accepted + 1, None
+            self._waiting, self._count_waiting = [], 0
+            if removed:
                 self._base.restore()
-            self._calls = None
-            if self._count_waiting > _MOST_WAITING:
+                self._waiting, self._count_waiting = [call.first(count) for call in calls], count
+            if count > _MOST_WAITING:
                 self._catch_up()
         if self.has_states:
             crop_attention(self.cache, -removed)
@@ -250,6 +244,11 @@ class RolledBack:
         """Forget the text, as it is unknown how far the layers have read."""
         self._waiting, self._count_waiting, self._calls = [], 0, None
         self.cache.reset()
+
+
+def layers_with_states(cache: Cache) -> list[Any]:
+    """The layers that have recurrent states or convolutions, beside keys and values or alone."""
+    return [layer for layer in cache.layers if isinstance(layer, _STATES)]
 
 
 def record_past(cache: Cache, has_states: bool) -> None:
@@ -329,18 +328,13 @@ def require_states_in_cache(model: PreTrainedModel) -> None:
         UnsupportedError: it does not.
     """
     cache = DynamicCache(config=model.config.get_text_config())
-    own = [
-        type(layer).__name__
-        for layer in cache.layers
-        if not isinstance(layer, (_STATES, _NOTHING)) and type(layer) not in _KEYS_AND_VALUES
-    ]
-    kept = f"layers of its own kind, {own[0]}" if own else "a cache of its own"
-    if not own and model._supports_default_dynamic_cache() and _STATES and hasattr(cache, "get_recurrent_state"):
+    others = [layer for layer in cache.layers if not isinstance(layer, (_STATES, _NOTHING))]
+    own = next((type(layer).__name__ for layer in others if type(layer) not in _KEYS_AND_VALUES), None)
+    kept = "a cache of its own" if own is None else f"layers of its own kind, {own}"
+    if own is None and model._supports_default_dynamic_cache() and hasattr(cache, "get_recurrent_state"):
         tokens = torch.ones(1, 2, dtype=torch.int64, device=input_device(model))
         model(input_ids=tokens, **cache_inputs(cache))
-        if any(
-            state is not None for one in RecurrentStates(cache).of_layers for state in one.recurrent_states.values()
-        ):
+        if any(any(layer.is_recurrent_states_initialized.values()) for layer in layers_with_states(cache)):
             return
         kept = "its modules, and not in its cache"
     raise UnsupportedError(
@@ -365,66 +359,49 @@ def _checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
         inputs = cache_inputs(cache) | positions_from(model, first, end - first, device)
         return model(input_ids=text[:, first:end], **inputs).logits[0].float()
 
+    record_past(cache, has_states=True)
     names = _names_of_mixers(model, cache, partial(read, 0, _CHECKED_PROMPT))
     before, places = RecurrentStates(cache), range(_CHECKED_PROMPT, count)
     alone = torch.cat([read(place, place + 1) for place in places])
     crop_attention(cache, -_CHECKED_ROWS)
     before.restore()
     rolled = RolledBack(cache, [model.get_submodule(one) for one in names])
-    together, again = [], []
-    problem = "has recurrent layers that cannot read tokens again alone, to roll back their state"
+    problem, detail = "has recurrent layers that cannot read tokens again alone, to roll back their state", ""
     try:
-        # The first time the last tokens are rejected, so that the second forward goes on from the middle.
-        for results, first in ((together, _CHECKED_PROMPT), (again, _CHECKED_PROMPT + _CHECKED_KEPT)):
-            with rolled.reading(count - first - 1):
-                results.append(read(first, count))
+        with rolled.reading(_CHECKED_ROWS - 1):
+            together = read(_CHECKED_PROMPT, count)
+        if not agree(model, together, alone):
+            require_finite_weights(model)
+            problem = (
+                "says something else after several tokens read at once than after the same tokens read one by one, so "
+                "no draft can be verified in one forward"
+            )
+        else:
             rolled.keep(_CHECKED_KEPT - 1)
+            with rolled.reading(_CHECKED_ROWS - _CHECKED_KEPT - 1):
+                again = read(_CHECKED_PROMPT + _CHECKED_KEPT, count)
+            if agree(model, again, alone[_CHECKED_KEPT:]):
+                return names
     except FORWARD_ERRORS as error:
-        raise UnsupportedError(f"{type(model).__name__} {problem}: {error!s:.200}. {_WAY_OUT}") from error
-    _require_agreement(
-        model,
-        together[0],
-        alone,
-        "says something else after several tokens read at once than after the same tokens read one by one, so no "
-        "draft can be verified in one forward",
+        detail = f": {error!s:.200}"
+    raise UnsupportedError(
+        f"{type(model).__name__} {problem}{detail}. Use another target, or generate without an assistant."
     )
-    _require_agreement(model, again[0], alone[_CHECKED_KEPT:], problem)
-    return names
-
-
-def _require_agreement(model: PreTrainedModel, actual: torch.Tensor, expected: torch.Tensor, problem: str) -> None:
-    tolerance = (1e-3 if computes_in_fp32(model) else 5e-2) * expected.abs().max()
-    if not bool(((actual - expected).abs() <= tolerance).all()):
-        require_finite_weights(model)
-        raise UnsupportedError(f"{type(model).__name__} {problem}. {_WAY_OUT}")
 
 
 def _names_of_mixers(model: PreTrainedModel, cache: Any, run: Callable[[], Any]) -> tuple[str, ...]:
     """The names of the modules that ask the cache for a recurrent state during a run."""
-    running: list[nn.Module] = []
-    found: dict[nn.Module, None] = {}
-    thread, get_state = threading.get_ident(), cache.get_recurrent_state
-
-    def enter(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == thread:
-            running.append(module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == thread:
-            running.pop()
+    found, get_state = set(), cache.get_recurrent_state
 
     def get_recurrent_state(*args: Any, **kwargs: Any) -> Any:
-        found[running[-1]] = None
+        frame = sys._getframe(1)
+        while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
+            frame = frame.f_back
+        if frame is not None:
+            found.add(frame.f_locals["self"])
         return get_state(*args, **kwargs)
 
-    modules = list(model.modules())
-    hooks = [one.register_forward_pre_hook(enter) for one in modules]
-    hooks += [one.register_forward_hook(leave, always_call=True) for one in modules]
     cache.get_recurrent_state = get_recurrent_state
-    try:
-        run()
-    finally:
-        del cache.get_recurrent_state
-        for hook in hooks:
-            hook.remove()
+    run()
+    del cache.get_recurrent_state
     return tuple(name for name, module in model.named_modules() if module in found)

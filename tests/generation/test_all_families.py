@@ -40,7 +40,7 @@ _ONE_BY_ONE = "falcon_mamba", "jamba", "mamba"
 # Patterns of the refusals' messages: of families that cannot be a target at all, …
 NO_TARGET = {
     **_STATE_ELSEWHERE,
-    **dict.fromkeys(_ONE_BY_ONE, "does not go on from its recurrent state when it reads several tokens at once"),
+    **dict.fromkeys(_ONE_BY_ONE, "several tokens read at once than after the same tokens read one by one"),
     **{"minimax": "roll", "openai-gpt": "cache", "xlnet": "cache"},
 }
 # … that verify chains, but no trees, …
