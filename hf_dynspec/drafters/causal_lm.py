@@ -42,8 +42,7 @@ class CausalLMDrafter(Drafter):
             )
         self._has_states = is_recurrent(model)
         if self._has_states:
-            with torch.no_grad():
-                require_states_in_cache(model)
+            require_states_in_cache(model)
         self.model = model
         self.most_positions = rows_of_position_table(model)
         self.windows = attention_windows(model.config.get_text_config())

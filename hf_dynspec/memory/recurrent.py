@@ -73,11 +73,9 @@ class RecurrentStates:
             for layer in self._layers
         ]
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the copies."""
-        kept = [one for _, *both in self._saved for states in both for one in states.values() if one is not None]
-        return sum(one.nbytes for one in kept)
+    def tensors(self) -> list[torch.Tensor]:
+        """The copies."""
+        return [state for _, *both in self._saved for states in both for state in states.values()]
 
     def restore(self) -> None:
         """Give the cache these states."""
@@ -321,6 +319,7 @@ def _takes_positions(architecture: type[nn.Module]) -> bool:
 # Checks --------------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def require_states_in_cache(model: PreTrainedModel) -> None:
     """Check that a recurrent model keeps its states in transformers' own layers of a cache.
 
@@ -330,16 +329,18 @@ def require_states_in_cache(model: PreTrainedModel) -> None:
     cache = DynamicCache(config=model.config.get_text_config())
     others = [layer for layer in cache.layers if not isinstance(layer, (_STATES, _NOTHING))]
     own = next((type(layer).__name__ for layer in others if type(layer) not in _KEYS_AND_VALUES), None)
-    kept = "a cache of its own" if own is None else f"layers of its own kind, {own}"
-    if own is None and model._supports_default_dynamic_cache() and hasattr(cache, "get_recurrent_state"):
-        tokens = torch.ones(1, 2, dtype=torch.int64, device=input_device(model))
-        model(input_ids=tokens, **cache_inputs(cache))
+    kept = f"layers of its own kind, {own}" if own else "a place of its own, and not in transformers' cache"
+    detail = ""
+    if own is None and hasattr(cache, "get_recurrent_state"):
+        try:
+            model(input_ids=torch.ones(1, 2, dtype=torch.int64, device=input_device(model)), **cache_inputs(cache))
+        except FORWARD_ERRORS as error:
+            detail = f" ({error!s:.200})"
         if any(any(layer.is_recurrent_states_initialized.values()) for layer in layers_with_states(cache)):
             return
-        kept = "its modules, and not in its cache"
     raise UnsupportedError(
         f"{type(model).__name__} keeps a recurrent state in {kept}, which cannot be rolled back to the accepted "
-        "tokens. Use another model, or generate without an assistant."
+        f"tokens{detail}. Use another model, or generate without an assistant."
     )
 
 
@@ -363,6 +364,7 @@ def _checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
     names = _names_of_mixers(model, cache, partial(read, 0, _CHECKED_PROMPT))
     before, places = RecurrentStates(cache), range(_CHECKED_PROMPT, count)
     alone = torch.cat([read(place, place + 1) for place in places])
+    states = RecurrentStates(cache).tensors()
     crop_attention(cache, -_CHECKED_ROWS)
     before.restore()
     rolled = RolledBack(cache, [model.get_submodule(one) for one in names])
@@ -370,7 +372,9 @@ def _checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
     try:
         with rolled.reading(_CHECKED_ROWS - 1):
             together = read(_CHECKED_PROMPT, count)
-        if not agree(model, together, alone):
+        # Of a model that is not trained, what the states say may be lost in the logits.
+        both = zip([together, *RecurrentStates(cache).tensors()], [alone, *states], strict=True)
+        if not all(agree(model, *one) for one in both):
             require_finite_weights(model)
             problem = (
                 "says something else after several tokens read at once than after the same tokens read one by one, so "

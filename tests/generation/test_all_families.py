@@ -30,8 +30,7 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 
 _STATE_ELSEWHERE = {
     "deepseek_v4": "recurrent state in layers of its own",
-    "recurrent_gemma": "recurrent state in its modules",
-    "rwkv": "recurrent state in a cache of its own",
+    **dict.fromkeys(("recurrent_gemma", "rwkv"), "recurrent state in a place of its own"),
 }
 _RECURRENT = "bamba falcon_h1 granitemoehybrid kimi_linear mamba2 nemotron_h olmo_hybrid qwen3_5_text qwen3_5_moe_text"
 _RECURRENT = (*_RECURRENT.split(), "qwen3_next", "zamba2")
