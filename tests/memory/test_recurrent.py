@@ -210,6 +210,7 @@ def test_greedy_texts_are_the_targets_own(target):
     assistant = assistant_of(target)
     assert torch.equal(generate(target, assistant, max_new_tokens=200), generate(target, max_new_tokens=200))
     assert 0 < assistant.stats.accepted < assistant.stats.drafted
+    assert assistant.stats.lane == "general: the target keeps a recurrent state"
     assistant.unbind()
 
 
