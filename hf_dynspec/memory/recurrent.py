@@ -394,18 +394,24 @@ def _checked_mixers(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _names_of_mixers(model: PreTrainedModel, cache: Any, run: Callable[[], Any]) -> tuple[str, ...]:
-    """The names of the modules that ask the cache for a recurrent state during a run."""
-    found, get_state = set(), cache.get_recurrent_state
+    """The names of the modules that ask the cache for a state during a run."""
+    found = set()
 
-    def get_recurrent_state(*args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
-            frame = frame.f_back
-        if frame is not None:
-            found.add(frame.f_locals["self"])
-        return get_state(*args, **kwargs)
+    def noticed(get_state: Callable[..., Any]) -> Callable[..., Any]:
+        def get(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame is not None and not isinstance(frame.f_locals.get("self"), nn.Module):
+                frame = frame.f_back
+            if frame is not None:
+                found.add(frame.f_locals["self"])
+            return get_state(*args, **kwargs)
 
-    cache.get_recurrent_state = get_recurrent_state
+        return get
+
+    names = "get_conv_state", "get_recurrent_state"
+    for name in names:
+        setattr(cache, name, noticed(getattr(cache, name)))
     run()
-    del cache.get_recurrent_state
+    for name in names:
+        delattr(cache, name)
     return tuple(name for name, module in model.named_modules() if module in found)
