@@ -1,5 +1,5 @@
-"""The caches of transformers' models: whether one can be rolled back, and its name, given and returned: `cache` from
-5.24 on, `past_key_values` before."""
+"""The caches of transformers' models: their length, whether they hold recurrent states, and their name, given and
+returned: `cache` from 5.24 on, `past_key_values` before."""
 
 import inspect
 from collections.abc import Mapping
@@ -29,9 +29,16 @@ def returned_cache(outputs: Any) -> Cache | None:
     return getattr(outputs, CACHE, None)
 
 
+def cached_tokens(cache: Cache | None) -> int:
+    """The tokens whose keys and values a cache holds: 0 if it has no layer with attention."""
+    if cache is None or (getattr(cache, "layers", None) and all(getattr(cache, "is_linear", [False]))):
+        return 0
+    return cache.get_seq_length()
+
+
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether a model keeps a state that cannot be rolled back. A class of hybrids is flagged as recurrent as a whole,
-    though a model of it may have attention layers alone."""
+    """Whether a model keeps a recurrent state. A class of hybrids is flagged as recurrent as a whole, though a model
+    of it may have attention layers alone."""
     if not getattr(model, "_is_stateful", False):
         return False
     config = model.config.get_text_config()

@@ -113,6 +113,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16, "n_groups": 2, "state_size": 8},
     "minimax": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_text": _RECURRENT,
+    "qwen3_5_moe_text": _RECURRENT | {"shared_expert_intermediate_size": 32},
     "qwen3_next": _RECURRENT | {"shared_expert_intermediate_size": 32},
     "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": SLIDING_WINDOW},
     "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},

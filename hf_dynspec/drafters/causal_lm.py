@@ -11,6 +11,7 @@ from ..cache_names import is_recurrent
 from ..devices import has_graphs
 from ..errors import UnsupportedError
 from ..memory.fixed import FixedMemory
+from ..memory.recurrent import Places, record_past, require_states_in_cache
 from ..modeling.head import DynamicLMHead
 from ..modeling.masks import attention_windows, require_known_kinds, require_tree_masks
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device, require_finite_weights
@@ -29,7 +30,7 @@ class CausalLMDrafter(Drafter):
         model: a decoder-only model with a language modelling head, in evaluation mode for reproducible drafts.
 
     Raises:
-        UnsupportedError: the model is an encoder-decoder, keeps a state that cannot be rolled back, changes hidden
+        UnsupportedError: the model is an encoder-decoder, keeps a state outside its cache, changes hidden
             states or logits in a way that its configuration does not show, or holds weights that are not finite.
     """
 
@@ -39,11 +40,9 @@ class CausalLMDrafter(Drafter):
                 f"{type(model).__name__} is an encoder-decoder model. Use a decoder-only model as the drafter, or "
                 "transformers' own assisted generation."
             )
-        if is_recurrent(model):
-            raise UnsupportedError(
-                f"{type(model).__name__} keeps a recurrent state, which cannot be rolled back to the accepted tokens. "
-                "Use an attention-only model as the drafter."
-            )
+        self._has_states = is_recurrent(model)
+        if self._has_states:
+            require_states_in_cache(model)
         self.model = model
         self.most_positions = rows_of_position_table(model)
         self.windows = attention_windows(model.config.get_text_config())
@@ -54,7 +53,10 @@ class CausalLMDrafter(Drafter):
         self.has_own_layers = _has_own_layers(model)
         self.step = self._recorded_step()
         self._could_be_recorded = self.step is not None
+        self._reads_at_once = not self._has_states
         self._require_cache()
+        if self._has_states:
+            self._reads_at_once = self._goes_on_at_once()
 
     @property
     def module(self) -> PreTrainedModel:
@@ -139,14 +141,24 @@ class CausalLMDrafter(Drafter):
             "its decoder ignores its cache. Use another drafter",
         )
 
+    @torch.no_grad()
+    def _goes_on_at_once(self) -> bool:
+        """Whether the decoder goes on from its recurrent state when it reads several tokens at once."""
+        text = self._arbitrary_tokens(4)
+        both, one_by_one = self.start(), self.start()
+        both.reads_at_once = True
+        for state in (both, one_by_one):
+            state.advance(text[:2])
+        return self._agree(both.advance(text)[-1], one_by_one.advance(text)[-1])
+
     def require_trees(self) -> None:
-        require_tree_masks(self.model)
-        require_known_kinds(self.model)
         if self.has_own_layers:
             raise UnsupportedError(
                 f"{type(self.model).__name__} caches more than keys and values, such as convolutions of earlier "
-                "tokens, which would mix the branches of a tree. Draft chains with tree=False."
+                "tokens or a recurrent state, which would mix the branches of a tree. Draft chains with tree=False."
             )
+        require_tree_masks(self.model)
+        require_known_kinds(self.model)
         text = self._arbitrary_tokens(16)
 
         def trial() -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,10 +204,14 @@ class CausalLMDrafter(Drafter):
         except FORWARD_ERRORS as error:
             problem = failing.format(f"{error!s:.200}")
             raise UnsupportedError(f"{name} cannot draft {what}, as {problem}.") from error
-        tolerance = (1e-3 if expected.dtype == torch.float32 else 5e-2) * expected.float().abs().max()
-        if not bool(((actual.float() - expected.float()).abs() <= tolerance).all()):
+        if not self._agree(actual, expected):
             require_finite_weights(self.model)
             raise UnsupportedError(f"{name} cannot draft {what}: {differing}.")
+
+    @staticmethod
+    def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+        tolerance = (1e-3 if expected.dtype == torch.float32 else 5e-2) * expected.float().abs().max()
+        return bool(((actual.float() - expected.float()).abs() <= tolerance).all())
 
     def _arbitrary_tokens(self, count: int) -> torch.Tensor:
         return torch.arange(1, count + 1, device=input_device(self.model)) % self.head.weight.shape[0]
@@ -254,11 +270,13 @@ class CausalLMDrafter(Drafter):
         return self._state(GrownLayers() if step is None else step.layers())
 
     def _state(self, layers: GrownLayers) -> CausalLMState:
-        cache = None
+        cache = places = None
         if self.has_own_layers:
             cache = DynamicCache(config=self.model.config.get_text_config())
-            cache.activate_past_recording()
-        return CausalLMState(self.decoder, self.head.weight, self.windows, self.embed, layers, cache)
+            record_past(cache, self._has_states)
+            places = Places(cache) if self._has_states else None
+        parts = self.decoder, self.head.weight, self.windows, self.embed
+        return CausalLMState(*parts, layers, cache, places, self._reads_at_once)
 
 
 def rows_of_position_table(model: PreTrainedModel) -> int | None:

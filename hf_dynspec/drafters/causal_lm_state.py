@@ -7,6 +7,7 @@ import torch
 from transformers import Cache, DynamicCache
 
 from ..cache_names import cache_inputs
+from ..memory.recurrent import Places, positions_from
 from ..modeling.masks import attention_mask, require_tree_masks
 from .base import DrafterState, ObserveDraftInputs
 from .traceable_decoder import cache_of, layers_of
@@ -27,6 +28,11 @@ class CausalLMState(DrafterState):
         embed: the embeddings, `[m, e]`, of tokens, int64 `[m]`.
         layers: empty keys and values, and the recorded step that appends tokens to them.
         cache: for decoders that keep more than keys and values, an empty cache that can be rolled back.
+        places: for decoders with recurrent states, those of this cache.
+        reads_at_once: read several tokens in one forward also after others.
+
+    Attributes:
+        reads_at_once: as given.
     """
 
     def __init__(
@@ -37,6 +43,8 @@ class CausalLMState(DrafterState):
         embed: Callable[[torch.Tensor], torch.Tensor],
         layers: GrownLayers,
         cache: DynamicCache | None = None,
+        places: Places | None = None,
+        reads_at_once: bool = True,
     ):
         self._decoder = decoder
         self._head_weight = head_weight
@@ -45,7 +53,7 @@ class CausalLMState(DrafterState):
         self._layers = layers
         # A target with more rows than the drafter may choose a token without an embedding here.
         self._largest_id = head_weight.shape[0] - 1
-        self._cache = cache
+        self._cache, self._places, self.reads_at_once = cache, places, reads_at_once
         self._length = 0
         self._tree: _Tree | None = None
         # The hidden states of the newest verified token and of a drafted chain, `[r, d]`; and of a tree's last level.
@@ -69,6 +77,8 @@ class CausalLMState(DrafterState):
         if observe_draft_inputs is not None and unread.shape[0] == 1:
             self._pass_draft_inputs(observe_draft_inputs, unread, before)
         hidden = self._extend(unread)
+        if self._places is not None:
+            self._places.forget_before(self._length)
         if observe_draft_inputs is not None and unread.shape[0] > 1:
             self._pass_draft_inputs(observe_draft_inputs, unread[-1:], hidden[-2:-1])
         self._hidden = hidden[-1:]
@@ -104,7 +114,9 @@ class CausalLMState(DrafterState):
     def truncate(self, length: int) -> None:
         # The nodes of a tree lie one after another in the cache, so none of them can stay.
         length = min(length, self._length)
-        if self._cache is not None and self._length:
+        if self._places is not None and self._length:
+            length = self._places.truncate(self._length, length - self._length)
+        elif self._cache is not None and self._length:
             nodes = 0 if self._tree is None else self._tree.level_of.shape[0]
             self._cache.crop(length - self._length - nodes)
         elif length < self._length or self._tree is not None:
@@ -119,11 +131,18 @@ class CausalLMState(DrafterState):
 
     def _extend(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Append tokens one after another and return their hidden states, `[m, d]`."""
+        if self._length and not self.reads_at_once and token_ids.shape[0] > 1:
+            return torch.cat([self._extend(one) for one in token_ids.split(1)])
         if token_ids.shape[0] <= self._layers.most_appended:
             hidden = self._layers.append(token_ids, self._length).to(self._head_weight)
-        else:
+        elif self._places is None:
             hidden = self._run(token_ids)
+        else:
+            device = token_ids.device
+            hidden = self._run(token_ids, **positions_from(self._decoder, self._length, token_ids.shape[0], device))
         self._length += token_ids.shape[0]
+        if self._places is not None:
+            self._places.add(self._length)
         return hidden
 
     def _run(self, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:

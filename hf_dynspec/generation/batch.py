@@ -90,6 +90,8 @@ def why_general(assistant: Any, call: CallArguments, settings: GenerationConfig)
     be told now)."""
     if assistant.owner is not assistant:
         return "a conversation goes on"
+    if assistant.forward.rollback.has_states:
+        return "the target keeps a recurrent state"
     reason = why_no_graph(assistant) or why_not(assistant)
     if reason is None and call.asked("cache_implementation") not in (None, "dynamic"):
         reason = "another kind of cache is asked for"

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache_names import CACHE, passed_cache
+from ..cache_names import CACHE, cached_tokens, passed_cache
 from ..drafting.processors import may_keep_state
 from ..errors import NotBoundError, UnsupportedError
 from ..modeling.head import widen
@@ -67,8 +67,7 @@ class DynSpecCandidateGenerator(CandidateGenerator):
             raise UnsupportedError("generation_config.max_length says where drafts end: set it.")
         processors = LogitsProcessorList() if logits_processor is None else logits_processor
         model_kwargs = model_kwargs or {}
-        cache = passed_cache(model_kwargs)
-        if cache is not None and cache.get_seq_length():
+        if cached_tokens(passed_cache(model_kwargs)):
             raise UnsupportedError(
                 f"transformers' own loop would read again what {CACHE} holds: bind the assistant before the "
                 "call, as in assistant = DynSpecAssistant(drafter, target=target), and pass it to target.generate."

@@ -18,13 +18,13 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache_names import CACHE, returned_cache
+from ..cache_names import CACHE, cached_tokens, returned_cache
 from ..errors import UnsupportedError
-from ..protocol import Candidates
+from ..memory.recurrent import RolledBack
 from .generate_call import GenerateCall
 from .output_record import OutputRecord
 from .target import keep_path
-from .verification import Outcome, Verifier
+from .verification import Verifier
 
 
 def decode(
@@ -63,37 +63,41 @@ def decode(
         input_ids = _healed(target, input_ids, healer, generation_config, stopping_criteria)
         if token_streamer is not None:
             token_streamer.put(input_ids.cpu())
-    cache = model_kwargs[CACHE]
-    cache.activate_past_recording()
     record = OutputRecord(generation_config, target.config.get_text_config())
-    call.begin(generation_config, input_ids, logits_processor, model_kwargs)
-    keeps_scores = record.scores is not None or call.wants_scores
-    verifier = Verifier(logits_processor, stopping_criteria, bool(generation_config.do_sample), keeps_scores)
-    is_first, is_done = True, False
-    while not is_done:
-        length = input_ids.shape[1]
-        candidates = call.propose(input_ids)
-        with _DraftGuard(cache) as guard:
-            outputs = call.verify(input_ids, candidates, is_first, model_kwargs)
-            guard.has_read(returned_cache(outputs), candidates)
-            logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
-            outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores, call.best_tokens)
-            guard.is_cropping()
-            cache = _keep_accepted(cache, returned_cache(outputs), candidates, outcome)
-        input_ids = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
-        record.add_scores(logits, outcome)
-        model_kwargs = target._update_model_kwargs_for_generation(
-            outputs, model_kwargs, num_new_tokens=outcome.accepted + 1
-        )
-        if token_streamer is not None:
-            # May raise, as in plain generate, when the cache holds all tokens except the last.
-            token_streamer.put(outcome.tokens_on_host())
-        record.add_states(outputs, candidates, outcome, call.cached_before + length)
-        call.observe(outputs, outcome, is_done)
-        is_first = False
+    with call.rollback.of(model_kwargs[CACHE]) as rolled:
+        call.begin(generation_config, input_ids, logits_processor, model_kwargs)
+        keeps_scores = record.scores is not None or call.wants_scores
+        verifier = Verifier(logits_processor, stopping_criteria, bool(generation_config.do_sample), keeps_scores)
+        is_first, is_done = True, False
+        while not is_done:
+            length = input_ids.shape[1]
+            candidates = call.propose(input_ids)
+            drafted = 0 if candidates is None else candidates.token_ids.shape[0]
+            with _DraftGuard(rolled) as guard:
+                with rolled.reading(drafted):
+                    outputs = call.verify(input_ids, candidates, is_first, model_kwargs)
+                guard.has_read(returned_cache(outputs))
+                logits = outputs.logits[0].to(device=input_ids.device, dtype=torch.float32)
+                outcome, is_done = verifier.verify(logits, input_ids, candidates, record.scores, call.best_tokens)
+                guard.is_cropping()
+                if drafted and not candidates.is_chain:
+                    keep_path(rolled.cache, drafted, outcome.rows[1:] - 1)
+                else:
+                    rolled.keep(outcome.accepted)
+            input_ids = torch.cat([input_ids, outcome.token_ids.unsqueeze(0)], dim=1)
+            record.add_scores(logits, outcome)
+            model_kwargs = target._update_model_kwargs_for_generation(
+                outputs, model_kwargs, num_new_tokens=outcome.accepted + 1
+            )
+            if token_streamer is not None:
+                # May raise, as in plain generate, when the cache holds all tokens except the last.
+                token_streamer.put(outcome.tokens_on_host())
+            record.add_states(outputs, candidates, outcome, call.cached_before + length)
+            call.observe(outputs, outcome, is_done)
+            is_first = False
     if token_streamer is not None:
         token_streamer.end()
-    return record.result(input_ids, cache)
+    return record.result(input_ids, rolled.cache)
 
 
 def _require_croppable(input_ids: torch.Tensor, cache: Any) -> None:
@@ -111,18 +115,18 @@ class _DraftGuard:
     on with it, as after plain `generate`.
 
     Args:
-        cache: the cache at the beginning of the round.
+        rolled: the cache at the beginning of the round.
     """
 
-    def __init__(self, cache: Any):
-        self._cache = cache
-        self._verified = cache.get_seq_length()
+    def __init__(self, rolled: RolledBack):
+        self._rolled = rolled
+        self._verified = cached_tokens(rolled.cache)
         self._is_whole = False
 
-    def has_read(self, returned: Any, candidates: Candidates | None) -> None:
+    def has_read(self, returned: Any) -> None:
         """The target has read the verified text and the candidates."""
-        self._cache = returned
-        self._verified = returned.get_seq_length() - (0 if candidates is None else candidates.token_ids.shape[0])
+        if returned is not self._rolled.cache:
+            self._rolled.use(returned)
         self._is_whole = True
 
     def is_cropping(self) -> None:
@@ -135,26 +139,11 @@ class _DraftGuard:
     def __exit__(self, *raised: object) -> None:
         if raised[0] is None:
             return
-        change = self._verified - self._cache.get_seq_length()
         if self._is_whole:
-            self._cache.crop(change)
-        elif change:
-            # The layers' lengths are unknown: the text is read again.
-            self._cache.reset()
-
-
-def _keep_accepted(cache: Any, returned: Any, candidates: Candidates | None, outcome: Outcome) -> Any:
-    """Remove rejected candidates from the cache. Returns the cache that the model goes on with."""
-    if returned is not cache:
-        # Some models begin another cache when the text grows past a limit.
-        returned.activate_past_recording()
-    if candidates is None:
-        returned.crop(0)
-    elif candidates.is_chain:
-        returned.crop(outcome.accepted - candidates.token_ids.shape[0])
-    else:
-        keep_path(returned, candidates.token_ids.shape[0], outcome.rows[1:] - 1)
-    return returned
+            self._rolled.keep(0)
+        elif self._rolled.has_states or cached_tokens(self._rolled.cache) != self._verified:
+            # How far the layers have read is unknown: the text is read again.
+            self._rolled.reset()
 
 
 def _healed(

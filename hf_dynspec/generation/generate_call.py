@@ -17,6 +17,7 @@ from ..drafting.scheduler import DraftScheduler
 from ..drafting.session import DraftSession
 from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS, require_drafting_settings
 from ..drafting.token_choice import TokenChoice
+from ..memory.recurrent import Rollback
 from ..modeling.parts import output_rows
 from ..protocol import Candidates
 from ..rounds import Answer, Note
@@ -197,6 +198,11 @@ class GenerateCall:
         return self._choice
 
     @property
+    def rollback(self) -> Rollback:
+        """Rolls the target's cache back."""
+        return self._target.rollback
+
+    @property
     def drafts_trees(self) -> bool:
         """Whether candidates are trees."""
         return self._scheduler.tree is not None
@@ -298,8 +304,9 @@ class GenerateCall:
         """The longest path that may be drafted after a text of that length, padding included; below 1 if none may."""
         tree = self._scheduler.tree
         # The target reads the prompt before the first tree, and before a head that reads its states. Beside images,
-        # some count the placeholders in what they read.
-        if self._text.is_unread and (tree is not None or self._reads or not self._text.is_text_alone):
+        # some count the placeholders in what they read. A recurrent state is not rolled back into the prompt.
+        reads_first = self._reads or self._target.rollback.has_states or not self._text.is_text_alone
+        if self._text.is_unread and (tree is not None or reads_first):
             return 0
         # A drafter starts from a token, and a head from a token and the target's states at the one before.
         if self._text.length < (2 if self._reads else 1):

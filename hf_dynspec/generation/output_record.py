@@ -11,6 +11,9 @@ from ..modeling.masks import attention_windows
 from ..protocol import Candidates
 from .verification import Outcome
 
+# The kinds of layers that return no attentions, by transformers' names.
+_WITHOUT_ATTENTION = "linear_attention", "conv", "moe", "mlp"
+
 
 class OutputRecord:
     """Collects what `return_dict_in_generate` asks for, with one entry per token as in plain generation.
@@ -28,7 +31,7 @@ class OutputRecord:
         self._returns_dict = bool(config.return_dict_in_generate)
         windows = attention_windows(text_config)
         kinds = getattr(text_config, "layer_types", None) or list(windows) * text_config.num_hidden_layers
-        self._windows = [windows[kind] for kind in kinds]
+        self._windows = [windows[kind] for kind in kinds if kind not in _WITHOUT_ATTENTION]
         self.scores = () if self._returns_dict and config.output_scores else None
         self._logits = () if self._returns_dict and config.output_logits else None
         self._attentions = () if self._returns_dict and config.output_attentions else None
@@ -54,7 +57,8 @@ class OutputRecord:
         drafted = 0 if candidates is None else candidates.token_ids.shape[0]
         is_tree = candidates is not None and not candidates.is_chain
         for wanted, states, keys in (
-            ("_attentions", outputs.attentions, length),
+            # The outputs of recurrent models have no such field.
+            ("_attentions", getattr(outputs, "attentions", None), length),
             ("_hidden_states", outputs.hidden_states, None),
         ):
             collected = getattr(self, wanted)

@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from ..cache_names import CACHE, is_recurrent
+from ..cache_names import CACHE, cached_tokens
 from ..errors import UnsupportedError
 from ..modeling.parts import require_real_tokens
 from .arguments import CACHES_THAT_CAN_BE_CROPPED, STATIC_CACHE, CallArguments
@@ -29,8 +29,8 @@ def check_target(target: Any) -> None:
     """Refuse targets that cannot be bound.
 
     Raises:
-        UnsupportedError: not a transformers model that generates, an encoder-decoder or stateful model, or one whose
-            parameters are sharded.
+        UnsupportedError: not a transformers model that generates, an encoder-decoder model, or one whose parameters
+            are sharded.
     """
     if not isinstance(target, PreTrainedModel) or not target.can_generate():
         raise UnsupportedError(
@@ -42,11 +42,6 @@ def check_target(target: Any) -> None:
         raise UnsupportedError(
             f"{name} is an encoder-decoder model, and only decoder-only targets are supported. Use transformers' own "
             "assisted generation: pass the drafter itself as assistant_model."
-        )
-    if is_recurrent(target):
-        raise UnsupportedError(
-            f"{name} keeps a recurrent state, which cannot be rolled back to the accepted tokens. Generate without an "
-            "assistant."
         )
     _check_sharding(target)
 
@@ -141,7 +136,7 @@ def _check_passed_cache(call: CallArguments, inputs: Any) -> None:
             f"a {type(cache).__name__} cannot be rolled back to the accepted tokens: pass a DynamicCache as {CACHE}."
         )
     mask = call.get("attention_mask")
-    cached = cache.get_seq_length()
+    cached = cached_tokens(cache)
     if not isinstance(inputs, torch.Tensor) or (mask is not None and mask.shape[1] != inputs.shape[1]):
         return
     if cached and cached >= inputs.shape[1]:

@@ -16,13 +16,21 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache_names import CACHE, cache_inputs, passed_cache, returned_cache
 from ..errors import UnsupportedError
+from ..memory.recurrent import Rollback, record_past
 from ..modeling.head import finish_logits
 from ..modeling.masks import attention_mask, attention_windows, descent, require_known_kinds, require_tree_masks
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, scale_and_cap
 from ..protocol import Candidates, HeadRows, Needs
 from ..tree_config import LONGEST_DRAFT
 from .target_head import TargetHead
-from .target_limits import read_two_tokens, require_batches, require_cache, require_trees, rope_limit
+from .target_limits import (
+    read_two_tokens,
+    require_batches,
+    require_cache,
+    require_no_state,
+    require_trees,
+    rope_limit,
+)
 
 
 class TargetForward:
@@ -38,6 +46,9 @@ class TargetForward:
         fast_head: use the faster product if there is one.
         verifies_trees: check that it can verify trees.
 
+    Attributes:
+        rollback: rolls its caches back.
+
     Raises:
         UnsupportedError: its cache cannot be rolled back, or it cannot verify trees.
     """
@@ -48,10 +59,11 @@ class TargetForward:
         self._head = TargetHead(fast_head)
         self._verifies_trees = verifies_trees
         self._reads_batches = False
-        if verifies_trees:
-            require_tree_masks(model)
+        self.rollback = Rollback(model)
         require_cache(model)
         if verifies_trees:
+            require_no_state(model)
+            require_tree_masks(model)
             require_known_kinds(model)
         self._rope_limit, self._holds_past_limit = rope_limit(model.config.get_text_config())
         self.prepare()
@@ -111,6 +123,11 @@ class TargetForward:
         Raises:
             UnsupportedError: it cannot.
         """
+        if self.rollback.has_states:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} keeps a recurrent state, for which memory of fixed size has no place. "
+                "Call generate once for each prompt."
+            )
         if self._rope_limit is not None:
             raise UnsupportedError(
                 f"{type(self.model).__name__} has a rotary embedding that changes with the length of the text, which "
@@ -240,7 +257,7 @@ class TargetForward:
             outputs.append(self._forward(inputs, 1, None))
             # Some models begin another cache if a chunk is longer than a limit.
             cache = returned_cache(outputs[-1])
-            cache.activate_past_recording()
+            record_past(cache, self.rollback.has_states)
             model_kwargs[CACHE] = cache
         return outputs
 

@@ -9,12 +9,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache_names import cache_inputs, returned_cache
+from ..cache_names import cache_inputs, cached_tokens, is_recurrent, returned_cache
 from ..errors import UnsupportedError
 from ..kernels import QueryRows
 from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
-from ..modeling.parts import FORWARD_ERRORS, computes_in_fp32, input_device, output_rows, require_finite_weights
+from ..modeling.parts import FORWARD_ERRORS, agree, input_device, output_rows, require_finite_weights
 from ..protocol import Candidates
 
 _CHANGING_ROPE = ("dynamic", "longrope")
@@ -45,10 +45,20 @@ def require_cache(model: PreTrainedModel) -> None:
             "tokens. Generate without an assistant."
         )
     cache = returned_cache(read_two_tokens(model))
-    if cache is None or cache.get_seq_length() != 2:
+    # A cache without attention does not know its length.
+    if cache is None or (cached_tokens(cache) != 2 and not is_recurrent(model)):
         raise UnsupportedError(
             f"{name} keeps no cache of what it has read, without which verification would read the whole text in "
             "every round. Generate without an assistant."
+        )
+
+
+def require_no_state(model: PreTrainedModel) -> None:
+    """Check that nothing but keys and values changes when a target reads a tree (`UnsupportedError`)."""
+    if is_recurrent(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot verify a tree of tokens: it keeps a recurrent state, which each token "
+            "changes for all others after it, whatever branch they are on. Draft chains with tree=False."
         )
 
 
@@ -85,8 +95,7 @@ def require_batches(model: PreTrainedModel, logits_of: Callable[[torch.Tensor], 
             f"{name} cannot read the texts of a batch in memory of fixed size: {error!s:.200}. Call generate once for "
             "each prompt."
         ) from error
-    tolerance = (1e-3 if computes_in_fp32(model) else 5e-2) * expected.abs().max()
-    if actual.shape != expected.shape or not bool(((actual - expected).abs() <= tolerance).all()):
+    if not agree(model, actual, expected):
         require_finite_weights(model)
         raise UnsupportedError(
             f"{name} says something else when its texts lie in memory of fixed size, as it does more than attend to "
@@ -141,8 +150,7 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
             f"{type(model).__name__} cannot verify a tree of tokens, as it takes no tree mask: {error}. "
             "Draft chains with tree=False."
         ) from error
-    tolerance = (1e-3 if computes_in_fp32(model) else 5e-2) * alone.abs().max()
-    return bool(((verified - alone).abs() <= tolerance).all())
+    return agree(model, verified, alone)
 
 
 def caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, DynamicCache], int]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from ..cache_names import passed_cache
+from ..cache_names import cached_tokens, passed_cache
 
 # Arguments of a forward for a text without images, besides switches and caches. Types of tokens may say which parts of
 # a prompt attend to each other.
@@ -45,8 +45,7 @@ class VerifiedText:
             self._is_token = mask[0, mask.shape[1] - self._padded_prompt_length :].to(input_ids.device).bool()
             prompt = prompt[self._is_token]
         self.prompt = prompt.to(device=device, dtype=torch.int64)
-        cache = passed_cache(model_kwargs)
-        cached = 0 if cache is None else cache.get_seq_length()
+        cached = cached_tokens(passed_cache(model_kwargs))
         mask_length = mask_length if mask is None else mask.shape[1]
         holds_all = mask_length is None or mask_length == input_ids.shape[1]
         self.skipped, self.cached_before = (cached, 0) if holds_all else (0, cached)

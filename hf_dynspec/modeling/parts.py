@@ -82,6 +82,12 @@ def computes_in_fp32(model: nn.Module) -> bool:
     return model.dtype == torch.float32 and multiplies_exactly and not is_autocast
 
 
+def agree(model: nn.Module, actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results of a model are the same but for rounding."""
+    tolerance = (1e-3 if computes_in_fp32(model) else 5e-2) * expected.abs().max()
+    return actual.shape == expected.shape and bool(((actual - expected).abs() <= tolerance).all())
+
+
 def output_rows(model: nn.Module) -> int:
     """The number of token ids that a model scores, padding included."""
     projection = model.get_output_embeddings()

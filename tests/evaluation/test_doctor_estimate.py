@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4},
 }
 MIXTURES = ("mixtral", "qwen3_moe")
 BF16 = torch.bfloat16
@@ -229,7 +230,7 @@ THEIRS = {"model_type": "theirs", "auto_map": {"AutoConfig": "configuration_thei
         ({"model_type": "t5", "vocab_size": 512}, UnsupportedError, "encoder-decoder"),
         ({"model_type": "vit"}, ConfigurationError, "vocab_size"),
         ({"model_type": "bert", "vocab_size": 512, "hidden_size": 30}, UnsupportedError, "bert"),
-        ({"model_type": "mamba", "vocab_size": 512, "num_hidden_layers": 2}, UnsupportedError, "recurrent"),
+        ({"model_type": "rwkv", "vocab_size": 512, "num_hidden_layers": 2}, UnsupportedError, "recurrent"),
         (GOOD | {"vocab_size": 4096}, UnsupportedError, "different tokenizers"),
         (GOOD | {"num_hidden_layers": 10**9}, ConfigurationError, "num_hidden_layers"),
         (GOOD | {"quantization_config": {"quant_method": "fp8"}}, ConfigurationError, "quantised"),

@@ -28,25 +28,33 @@ WHOLE_TREE = TreeConfig(total_tokens=53, depth=3, top_k=4)
 # fp32 logits of these models, up to 20, by one forward and by several.
 CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 
-_RECURRENT = dict.fromkeys(
-    """bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 nemotron_h olmo_hybrid
-    qwen3_5_text qwen3_next recurrent_gemma rwkv zamba2""".split(),
-    "recurrent state",
-)
+_STATE_ELSEWHERE = {
+    "deepseek_v4": "recurrent state in layers of its own",
+    **dict.fromkeys(("recurrent_gemma", "rwkv"), "recurrent state in a place of its own"),
+}
+_RECURRENT = "bamba falcon_h1 granitemoehybrid kimi_linear mamba2 nemotron_h olmo_hybrid qwen3_5_text qwen3_5_moe_text"
+_RECURRENT = (*_RECURRENT.split(), "qwen3_next", "zamba2")
+# In transformers, these forget their state when they read several tokens at once.
+_ONE_BY_ONE = "falcon_mamba", "jamba", "mamba"
 # Patterns of the refusals' messages: of families that cannot be a target at all, …
-NO_TARGET = _RECURRENT | {"minimax": "roll", "openai-gpt": "cache", "xlnet": "cache"}
+NO_TARGET = {
+    **_STATE_ELSEWHERE,
+    **dict.fromkeys(_ONE_BY_ONE, "several tokens read at once than after the same tokens read one by one"),
+    **{"minimax": "roll", "openai-gpt": "cache", "xlnet": "cache"},
+}
 # … that verify chains, but no trees, …
 NO_TREE_TARGET = {
     **dict.fromkeys("bart mpt roberta roformer trocr".split(), "position|changes with the others|change each other"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "index|change each other|changes with the others"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
+    **dict.fromkeys((*_RECURRENT, *_ONE_BY_ONE), "recurrent state"),
     "bloom": "mask|position",
     "gpt_neo": "window|local",
     "llama4_text": "chunk",
 }
 _HEAD = "between its decoder and its logits"
 # … that cannot draft, …
-NO_DRAFTER = _RECURRENT | {
+NO_DRAFTER = _STATE_ELSEWHERE | {
     **dict.fromkeys("bert electra modernbert-decoder roberta roformer".split(), _HEAD),
     **dict.fromkeys(("openai-gpt", "xlnet"), "cache"),
     "minimax": "roll|recurrent|cache",

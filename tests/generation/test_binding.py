@@ -541,8 +541,7 @@ def test_models_that_cannot_draft_or_verify_are_refused_on_either_side(target, d
     for words, bind in (
         ("transformers' own", lambda: DynSpecAssistant(tiny_t5())),
         ("transformers' own", lambda: DynSpecAssistant(drafter, target=tiny_t5())),
-        ("attention-only", lambda: DynSpecAssistant(recurrent)),
-        ("without an assistant", lambda: DynSpecAssistant(drafter, target=recurrent)),
+        ("several tokens read at once", lambda: DynSpecAssistant(drafter, target=recurrent)),
         ("output projection", lambda: DynSpecAssistant(target.model)),
         (r"AutoModelForCausalLM\.from_pretrained", lambda: DynSpecAssistant(target, target=target.model)),
         ("universal assisted generation", lambda: DynSpecAssistant(tiny(vocabulary=301 + 1024), target=target)),
@@ -552,19 +551,19 @@ def test_models_that_cannot_draft_or_verify_are_refused_on_either_side(target, d
 
 
 @pytest.mark.parametrize("layer_types", [["attention", "attention"], ["mamba", "attention"]], ids="+".join)
-def test_a_hybrid_of_attention_layers_alone_is_not_recurrent(layer_types):
-    """The layers decide, and not the class, which is flagged as recurrent."""
+def test_the_layers_of_a_hybrid_decide_whether_it_takes_trees(layer_types):
+    """And not the class, which is flagged as recurrent."""
     sizes = {"vocab_size": 301, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_heads": 2, "mamba_d_head": 32}
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 32}
     torch.manual_seed(0)
     config = GraniteMoeHybridConfig(**sizes, **heads, **experts, layer_types=layer_types)
     target = GraniteMoeHybridForCausalLM(config).eval()
-    if "mamba" in layer_types:
-        with pytest.raises(UnsupportedError, match="keeps a recurrent state"):
-            DynSpecAssistant(target, target=target)
-        return
     for tree in (False, True):
+        if tree and "mamba" in layer_types:
+            with pytest.raises(UnsupportedError, match="recurrent state"):
+                DynSpecAssistant(perturbed(target), target=target, tree=tree)
+            continue
         assistant = DynSpecAssistant(perturbed(target), target=target, tree=tree)
         assert_same(target, assistant, eos_token_id=300)
         assert assistant.stats.drafted

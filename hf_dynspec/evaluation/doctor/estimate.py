@@ -20,13 +20,14 @@ from rich.text import Text
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ...assistant import DynSpecAssistant
-from ...cache_names import cache_inputs
+from ...cache_names import cache_inputs, is_recurrent
 from ...drafters.traceable_decoder import can_be_recorded
 from ...drafting.expected_speed import RoundCosts, acceptance_for, best_chain_length, expected_speed
 from ...errors import ConfigurationError, UnsupportedError, shown_value
 from ...fields import Number, SettingError, WholeNumber
 from ...kernels import TILE_COLUMNS
 from ...loading import empty_model, first_line, load_config, shared_rows
+from ...memory.recurrent import layers_with_states, require_states_in_cache
 from ...modeling.parts import FORWARD_ERRORS, decoder_of, output_rows
 from ...shortlists import ShortlistPolicy, UnionShortlist
 from ...shortlists.screen.factor import usual_rank
@@ -408,11 +409,8 @@ def countable_model(config: PreTrainedConfig, dtype: torch.dtype | None, role: s
             "such as bfloat16, to count the model before quantisation."
         )
     model = empty_model(config, dtype or config.dtype or text.dtype or torch.float32, role)
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedError(
-            f"the {role} ({config.model_type}) keeps a recurrent state, which cannot be rolled back to the accepted "
-            "tokens. Name a model that has attention alone."
-        )
+    if is_recurrent(model):
+        require_states_in_cache(model)
     return model
 
 
@@ -423,8 +421,10 @@ def forward_work(
     with or without the head's logits for all rows. Raises `UnsupportedError` if it cannot be counted without its
     weights."""
     part = model if has_head else decoder_of(model)
-    # A drafter keeps all positions in every layer.
-    cache = DynamicCache(config=model.config.get_text_config()) if has_head else DynamicCache()
+    cache = DynamicCache(config=model.config.get_text_config())
+    if not has_head and not layers_with_states(cache):
+        # A drafter keeps all positions in every layer.
+        cache = DynamicCache()
 
     def run(count: int, into: DynamicCache) -> int:
         ids = torch.zeros(1, count, dtype=torch.int64, device="meta")
@@ -440,7 +440,9 @@ def forward_work(
             f"{type(model).__name__} cannot be counted from its configuration: {first_line(error)}. Load it, and have "
             "it measured."
         ) from error
-    held = [one for layer in cache.layers for one in (layer.keys, layer.values) if one is not None]
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    states = [one for layer in layers_with_states(cache) for one in (layer.conv_states, layer.recurrent_states)]
+    held = [one for one in (*held, *(state for one in states for state in one.values())) if one is not None]
     accesses = 1 if is_captured else _CACHE_ACCESSES
     kept = accesses * sum(one.numel() * one.element_size() for one in held) if cached else 0
     found = []
