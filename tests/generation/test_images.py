@@ -19,8 +19,8 @@ from hf_dynspec.shortlists.full import FullShortlist
 
 NEW_TOKENS = 30
 # Patterns of the refusals' messages: of families that cannot be a target at all, and that take no trees.
-NO_TARGET = {"mllama": "keys and values of images", "qwen3_5": "recurrent"}
-NO_TREE = {"lfm2_vl": "conv"}
+NO_TARGET = {"mllama": "keys and values of images"}
+NO_TREE = {"lfm2_vl": "conv", "qwen3_5": "recurrent"}
 FIRST = ("qwen2_vl", "paligemma", "llava", "glm4v")
 ALL = [*FIRST, *(family for family in FAMILIES if family not in FIRST)]
 
