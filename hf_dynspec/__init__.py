@@ -13,6 +13,7 @@ _HOMES = {
     "AutomaticShortlist": ".shortlists",
     "ConfigurationError": ".errors",
     "CoralShortlist": ".shortlists",
+    "NativeShortlist": ".shortlists",
     "DynSpecAssistant": ".assistant",
     "DynSpecCandidateGenerator": ".generation.candidate_generator",
     "DynSpecConfig": ".artifacts.config",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from .protocol import VocabularyInfo as VocabularyInfo
     from .shortlists import AutomaticShortlist as AutomaticShortlist
     from .shortlists import CoralShortlist as CoralShortlist
+    from .shortlists import NativeShortlist as NativeShortlist
     from .shortlists import FrequencyShortlist as FrequencyShortlist
     from .shortlists import FullShortlist as FullShortlist
     from .shortlists import HybridShortlist as HybridShortlist

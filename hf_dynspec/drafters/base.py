@@ -31,6 +31,21 @@ class UnrolledStep(NamedTuple):
     hidden: torch.Tensor
 
 
+class TargetCache(NamedTuple):
+    """What the target has read of a text, for drafters that read its keys and values (`Drafter.reads_cache`).
+
+    Args:
+        cache: a dynamic cache with all tokens of the text but the last, whose layers with a window may hold the last
+            tokens alone. To be read, and not kept.
+        is_visible: bool `[n]` on the target's device: the cached tokens that no mask hides (None: all).
+        position: the position of the last token.
+    """
+
+    cache: Cache
+    is_visible: torch.Tensor | None
+    position: int
+
+
 class DrafterState(ABC):
     """A drafter's cache during one session, over the verified prefix and the current draft.
 
@@ -41,6 +56,10 @@ class DrafterState(ABC):
     @abstractmethod
     def length(self) -> int:
         """The number of leading tokens that the cache covers, with drafted tokens that may stay."""
+
+    def see_target(self, read: TargetCache) -> None:
+        """Take what the target has read. Called before `advance`, for drafters with `reads_cache` alone."""
+        raise NotImplementedError(f"{type(self).__name__} reads nothing of the target's cache")
 
     @abstractmethod
     def advance(
@@ -103,12 +122,14 @@ class Drafter(ABC):
         head: the output projection, from hidden states to logits over a shortlist.
         reads: the target's hidden states that it reads, side by side in this order: 0 is the target's embedding, the
             number of layers the output of its final norm. Empty for an independent model.
+        reads_cache: it reads the target's keys and values too (`DrafterState.see_target`).
         most_positions: the most tokens of a text that it can read (None: any number).
     """
 
     module: nn.Module
     head: DynamicLMHead
     reads: tuple[int, ...] = ()
+    reads_cache: bool = False
     most_positions: int | None = None
 
     @property
@@ -129,6 +150,16 @@ class Drafter(ABC):
             ArtifactError: they have another size.
             UnsupportedError: the target has too few layers.
         """
+
+    def for_target(self, target: Any) -> "Drafter":
+        """This drafter beside a target, a transformers model: a twin with the same `module` for those that use the
+        target's own weights, and otherwise itself.
+
+        Raises:
+            ArtifactError, UnsupportedError: as `require_target`.
+        """
+        self.require_target(target)
+        return self
 
     def require_trees(self) -> None:  # noqa: B027
         """Make sure that trees can be drafted.
