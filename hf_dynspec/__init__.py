@@ -77,11 +77,11 @@ if TYPE_CHECKING:
     from .protocol import VocabularyInfo as VocabularyInfo
     from .shortlists import AutomaticShortlist as AutomaticShortlist
     from .shortlists import CoralShortlist as CoralShortlist
-    from .shortlists import NativeShortlist as NativeShortlist
     from .shortlists import FrequencyShortlist as FrequencyShortlist
     from .shortlists import FullShortlist as FullShortlist
     from .shortlists import HybridShortlist as HybridShortlist
     from .shortlists import InContextShortlist as InContextShortlist
+    from .shortlists import NativeShortlist as NativeShortlist
     from .shortlists import RetrievalShortlist as RetrievalShortlist
     from .shortlists import RouterShortlist as RouterShortlist
     from .shortlists import ScreenShortlist as ScreenShortlist

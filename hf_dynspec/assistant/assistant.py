@@ -1,5 +1,6 @@
 """DynSpecAssistant: a drafter, its dynamic head and a shortlist policy, ready to be passed as `assistant_model`."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,11 @@ from ..alignment.aligner import Aligner
 from ..alignment.settings import OnlineAlignment
 from ..drafters import Drafter, as_drafter
 from ..drafting.settings import as_tree_config, drafting_config
+from ..modeling.parts import unwrapped
 from ..shortlists import ShortlistPolicy, as_policy
 from ..tree_config import TreeConfig
 from .bound import BoundAssistant
+from .models import loaded
 from .saved import SavedAssistant
 
 if TYPE_CHECKING:
@@ -37,7 +40,8 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     Args:
         drafter: a decoder-only causal language model of transformers with the target's tokenizer, which may be in
-            wrappers (peft, `torch.compile`), or an `EagleDrafter`.
+            wrappers (peft, `torch.compile`), or an `EagleDrafter`; a Gemma-4 assistant beside a Gemma-4 target; or the
+            folder or Hub id of a model, which is then loaded in the target's dtype and on its device.
         policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`, `"screen"`,
             or `"auto"` for the fastest of several in each round), or None for `HybridShortlist()`, which needs nothing
             built or trained.
@@ -70,7 +74,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     def __init__(
         self,
-        drafter: PreTrainedModel | Drafter,
+        drafter: PreTrainedModel | Drafter | str | os.PathLike,
         policy: ShortlistPolicy | str | None = None,
         *,
         target: PreTrainedModel | None = None,
@@ -85,6 +89,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         alignment: OnlineAlignment | None = None,
     ):
         super().__init__()
+        drafter = loaded(drafter, unwrapped(target))
         self._policy = as_policy(policy)
         self.generation_config = drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
         self._tree = as_tree_config(tree)
@@ -112,12 +117,12 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     @property
     def drafter(self) -> Drafter:
-        """What drafts. May be assigned: whatever the constructor takes."""
+        """What drafts for the bound target. May be assigned: whatever the constructor takes."""
         return self._drafter
 
     @drafter.setter
-    def drafter(self, drafter: PreTrainedModel | Drafter) -> None:
-        drafter, before = as_drafter(drafter), self._aligner
+    def drafter(self, drafter: PreTrainedModel | Drafter | str | os.PathLike) -> None:
+        drafter, before = as_drafter(loaded(drafter, self.target)), self._aligner
         if before is None or drafter is self._drafter:
             self._change(_drafter=drafter)
             return

@@ -106,7 +106,7 @@ class BesideTarget(Drafter):
         is_same = len(parts) == len(self._watches) and all(
             map(operator.is_, parts, (watch.module for watch in self._watches))
         )
-        return not is_same or any([watch.has_changed() for watch in self._watches])
+        return not is_same or any(watch.has_changed() for watch in self._watches)
 
     def _load_head(self) -> None:
         # If there is an error here, the next round tries again.

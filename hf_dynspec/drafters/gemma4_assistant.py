@@ -84,8 +84,8 @@ class Gemma4AssistantDrafter(BesideTarget):
         return self.model.get_input_embeddings().weight.shape[0]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """`[m, d]`: the assistant's own embeddings of tokens, int64 `[m]`, which its layers never read: those that they
-        read are the target's and have another size than its hidden states."""
+        """`[m, d]`: the assistant's own embeddings of tokens, int64 `[m]`, for policies. Its layers read the target's,
+        which have another size than its hidden states."""
         return nn.functional.embedding(token_ids, self.model.get_input_embeddings().weight)
 
     def start(self) -> "Gemma4AssistantState":
@@ -152,7 +152,7 @@ class Gemma4AssistantState(DrafterState):
         features: torch.Tensor | None = None,
         observe_draft_inputs: ObserveDraftInputs | None = None,
     ) -> torch.Tensor:
-        """The arguments are those of `DrafterState`, with features of `m >= 1` tokens, of which the last one's is read.
+        """The arguments are those of `DrafterState`, with features of `m >= 1` tokens; the last one's is read.
 
         Returns:
             `[1, d]`, in the output projection's dtype.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from beside_targets import gemma4, gemma4_assistant
 from cases import pairwise, representatives
 from eagle_heads import agreeing_head, soft
 from models import EOS, POLICY_CASES, character_tokenizer, prompt
@@ -191,6 +192,13 @@ class TestWaits:
         model = soft(eos_token_id=None)
         model.generation_config.eos_token_id = None
         assert_waits(rounds(model, checkpoint, POLICY_CASES[policy](), tree, do_sample=do_sample))
+
+    @pytest.mark.parametrize(("policy", "do_sample"), [("native", False), ("native", True), ("full", True)])
+    def test_of_gemma_4s_assistants(self, policy, do_sample):
+        model = gemma4(eos_token_id=None)
+        model.generation_config.eos_token_id = None
+        # transformers' layers with a window wait once, when the prompt is read.
+        assert_waits(rounds(model, gemma4_assistant(model), policy, do_sample=do_sample)[1:])
 
     @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
     @pytest.mark.parametrize("kind", ["independent", "eagle3"])

@@ -1,0 +1,78 @@
+"""Tiny random targets and the models that draft beside them: Gemma 4's assistants, and DFlash's blocks."""
+
+from typing import Any
+
+import torch
+from models import BOS, EOS, PAD, SLIDING_WINDOW, with_clear_preferences
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedModel,
+)
+
+# As many tokens in each of 20 clusters.
+TOKENS, CLUSTERS = 300, 20
+_SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "vocab_size": TOKENS}
+_GEMMA = _SPECIAL | {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": SLIDING_WINDOW,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def gemma4(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A target whose next token depends on the last one mostly."""
+    config = Gemma4TextConfig(
+        **_GEMMA
+        | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TOKENS}
+        | changes
+    )
+    torch.manual_seed(seed)
+    return _with_small_layers(with_clear_preferences(Gemma4ForCausalLM(config).eval()))
+
+
+def gemma4_assistant(target: PreTrainedModel, seed: int = 1, clusters: int | None = 6, **changes: Any) -> Any:
+    """An assistant that often agrees with a target, and takes so many of its clusters (None: it has none)."""
+    width = target.config.get_text_config().hidden_size
+    text = _GEMMA | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    text |= {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    config = Gemma4AssistantConfig(
+        text_config=Gemma4TextConfig(**text | {"hidden_size": width} | changes),
+        backbone_hidden_size=width,
+        use_ordered_embeddings=clusters is not None,
+        num_centroids=CLUSTERS,
+        centroid_intermediate_top_k=clusters or 1,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = _with_small_layers(with_clear_preferences(Gemma4AssistantForCausalLM(config).eval()))
+    model.generation_config.num_assistant_tokens = 5
+    rows = target.get_output_embeddings().weight
+    with torch.no_grad():
+        # The target's embedding and a little of the hidden state, as its own layers see them.
+        model.pre_projection.weight.mul_(0.3)[:, :width] += torch.eye(width)
+        model.lm_head.weight.copy_(rows)
+        if clusters is not None:
+            # Neighbours in one direction, so that a centroid stands for its cluster.
+            order = rows[:, 0].argsort()
+            model.masked_embedding.token_ordering.copy_(order)
+            means = rows[order].unflatten(0, (CLUSTERS, -1)).mean(1)
+            model.masked_embedding.centroids.weight.copy_(means)
+    return model
+
+
+def _with_small_layers(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")):
+                parameter.mul_(0.4)
+    return model
