@@ -9,11 +9,17 @@ from transformers import (
     Gemma4AssistantForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
+    MuseGlimmerTextConfig,
     PreTrainedModel,
 )
 
 # As many tokens in each of 20 clusters.
 TOKENS, CLUSTERS = 300, 20
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _SPECIAL = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "vocab_size": TOKENS}
 _GEMMA = _SPECIAL | {
     "hidden_size": 32,
@@ -67,6 +73,31 @@ def gemma4_assistant(target: PreTrainedModel, seed: int = 1, clusters: int | Non
             model.masked_embedding.token_ordering.copy_(order)
             means = rows[order].unflatten(0, (CLUSTERS, -1)).mean(1)
             model.masked_embedding.centroids.weight.copy_(means)
+    return model
+
+
+def muse_glimmer(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A target whose embedding has a norm that blocks are drafted without, and whose logits have a scale and a cap."""
+    text = {name: _GEMMA[name] for name in _GEMMA if name != "global_head_dim"}
+    config = MuseGlimmerConfig(
+        text_config=MuseGlimmerTextConfig(**text | {"num_hidden_layers": 4} | changes), vision_config=None
+    )
+    torch.manual_seed(seed)
+    return _with_small_layers(with_clear_preferences(MuseGlimmerForConditionalGeneration(config).eval()))
+
+
+def dflash(target: PreTrainedModel, seed: int = 1, **changes: Any) -> PreTrainedModel:
+    """A drafter of blocks of 8 for a target of 4 layers or more, with random weights."""
+    shape = {"hidden_size": target.config.get_text_config().hidden_size, "intermediate_size": 64, "head_dim": 8}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 24}
+    shape |= {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": _ROPE}
+    block = {"block_size": 8, "mask_token_id": TOKENS - 1, "target_layer_ids": [0, 3]}
+    torch.manual_seed(seed)
+    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**shape | block | changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
     return model
 
 

@@ -40,15 +40,15 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     Args:
         drafter: a decoder-only causal language model of transformers with the target's tokenizer, which may be in
-            wrappers (peft, `torch.compile`), or an `EagleDrafter`; a Gemma-4 assistant beside a Gemma-4 target; or the
-            folder or Hub id of a model, which is then loaded in the target's dtype and on its device.
+            wrappers (peft, `torch.compile`), or an `EagleDrafter`; a Gemma-4 assistant or a DFlash drafter beside its
+            target; or the folder or Hub id of a model, which is then loaded in the target's dtype and on its device.
         policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`, `"screen"`,
             or `"auto"` for the fastest of several in each round), or None for `HybridShortlist()`, which needs nothing
             built or trained.
         target: the model to speed up; the same as calling `bind(target)` afterwards.
         tokenizer: the tokenizer of both models. By default it is looked up, on this computer only, where the models
             were loaded from; it tells how many token ids are real, as models pad their embeddings.
-        num_assistant_tokens: tokens drafted per round (default 5), or `"auto"`: up to 12, as many in each round as
+        num_assistant_tokens: tokens drafted per round (default 5, and a block's for drafters of blocks), or `"auto"`: up to 12, as many in each round as
             promise the most tokens per second, and none while drafting loses; with `tree`, trees up to its size.
             Output is lossless either way. With `"auto"`, and with the policy `"auto"`, sampled tokens depend on the
             clock as well as on the seed.
@@ -91,9 +91,10 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         super().__init__()
         drafter = loaded(drafter, unwrapped(target))
         self._policy = as_policy(policy)
-        self.generation_config = drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
-        self._tree = as_tree_config(tree)
         self._drafter = as_drafter(drafter)
+        tokens = self._drafter.block_size if num_assistant_tokens is None else num_assistant_tokens
+        self.generation_config = drafting_config(drafter, tokens, assistant_confidence_threshold)
+        self._tree = as_tree_config(tree)
         self._given_tokenizer = tokenizer
         self._tokenizer = tokenizer
         self.profile = profile

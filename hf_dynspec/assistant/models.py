@@ -44,7 +44,8 @@ def model_reference(model: PreTrainedModel | None) -> ModelReference | None:
         name_or_path=model.name_or_path,
         commit=getattr(model.config, "_commit_hash", None),
         architecture=type(model).__name__,
-        vocab_size=output_rows(model),
+        # A drafter of blocks has none of its own.
+        vocab_size=None if model.get_output_embeddings() is None else output_rows(model),
         # The reference itself tells a snapshot in the Hub's cache from other absolute paths.
         local=not os.path.isabs(model.name_or_path) and os.path.isdir(model.name_or_path),
     )

@@ -7,13 +7,14 @@ from ..modeling.parts import unwrapped
 from .base import Drafter, DrafterState
 from .beside_target import BesideTarget
 from .causal_lm import CausalLMDrafter
+from .dflash import DFlashDrafter
 from .eagle.drafter import EagleDrafter
 from .gemma4_assistant import Gemma4AssistantDrafter
 
 __all__ = ["KINDS", "BesideTarget", "CausalLMDrafter", "Drafter", "DrafterState", "EagleDrafter", "as_drafter"]
 
 # The kinds of models that draft beside a target. Any other model is an independent drafter.
-KINDS: tuple[type[BesideTarget], ...] = (Gemma4AssistantDrafter,)
+KINDS: tuple[type[BesideTarget], ...] = (Gemma4AssistantDrafter, DFlashDrafter)
 
 
 def as_drafter(drafter: Any) -> Drafter:

@@ -49,7 +49,8 @@ class TargetCache(NamedTuple):
 class DrafterState(ABC):
     """A drafter's cache during one session, over the verified prefix and the current draft.
 
-    A round calls `advance` once, `draft` any number of times, and `truncate` after the verdict.
+    A round calls `advance` once, `draft` any number of times, and `truncate` after the verdict. A drafter of blocks
+    (`Drafter.block_size`) drafts in `advance`, and its `draft` is never called.
     """
 
     @property
@@ -79,7 +80,8 @@ class DrafterState(ABC):
 
         Returns:
             `[r, d]`: the hidden states at the last tokens read, as the output projection expects them; the last one
-            predicts the token after the prefix. An independent model returns those at all tokens that it read.
+            predicts the token after the prefix. An independent model returns those at all tokens that it read. A
+            drafter of blocks returns `[block_size, d]`: row `i` predicts the token `i + 1` places after the prefix.
         """
 
     @abstractmethod
@@ -124,6 +126,8 @@ class Drafter(ABC):
             number of layers the output of its final norm. Empty for an independent model.
         reads_cache: it reads the target's keys and values too (`DrafterState.see_target`).
         most_positions: the most tokens of a text that it can read (None: any number).
+        block_size: the most tokens of a chain, all of which it drafts in one forward, in which none of them sees the
+            choice of another (None: a forward drafts one token). A block has one shortlist.
     """
 
     module: nn.Module
@@ -131,6 +135,7 @@ class Drafter(ABC):
     reads: tuple[int, ...] = ()
     reads_cache: bool = False
     most_positions: int | None = None
+    block_size: int | None = None
 
     @property
     def weights_version(self) -> int:

@@ -206,21 +206,22 @@ class DraftSession:
             read: what the target has read, for a drafter that reads that.
         """
         token_ids, used_logits, shortlists, drawn_from = [], [], [], []
-        hidden, fresh = self._advance(prefix, read)[-1:], prefix[-1:]
-        while True:
-            shortlist, logits = self._score(len(token_ids), fresh, hidden)
+        hidden, fresh, is_block = self._advance(prefix, read), prefix[-1:], self._drafter.block_size is not None
+        hidden = hidden[:count] if is_block else hidden[-1:]
+        for depth in range(hidden.shape[0] if is_block else count):
+            if depth and not is_block:
+                with self.stopwatch.section("backbone"):
+                    hidden = self._backbone.draft(fresh, observe_draft_inputs=self._selector.observe_draft_inputs)
+            if not depth or not is_block:
+                shortlist, logits = self._score(depth, fresh, hidden)
             with self.stopwatch.section("choice"):
-                fresh, used, few = choose(logits[0], shortlist, token_ids)
+                fresh, used, few = choose(logits[depth if is_block else 0], shortlist, token_ids)
             token_ids.append(fresh)
             used_logits.append(used)
             drawn_from.append(few)
             shortlists.append(shortlist)
             if goes_on is not None and not goes_on():
                 break
-            if len(token_ids) == count:
-                break
-            with self.stopwatch.section("backbone"):
-                hidden = self._backbone.draft(fresh, observe_draft_inputs=self._selector.observe_draft_inputs)
         chosen = torch.cat(token_ids), tuple(shortlists), tuple(used_logits)
         return self._keep(Candidates(*chosen, drawn_from=tuple(drawn_from)))
 

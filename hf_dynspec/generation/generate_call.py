@@ -287,6 +287,8 @@ class GenerateCall:
         if self._assistant.drafter.reads_cache and not self._holds_text():
             return 0
         most = self._max_length - length - 1
+        block = self._assistant.drafter.block_size
+        most = most if block is None else min(most, block)
         positions = self._assistant.drafter.most_positions
         if positions is not None:
             # The drafter reads the text and all drafted tokens but the last.
