@@ -80,16 +80,20 @@ def muse_glimmer(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A target whose embedding has a norm that blocks are drafted without, and whose logits have a scale and a cap."""
     text = {name: _GEMMA[name] for name in _GEMMA if name != "global_head_dim"}
     config = MuseGlimmerConfig(
-        text_config=MuseGlimmerTextConfig(**text | {"num_hidden_layers": 4} | changes), vision_config=None
+        text_config=MuseGlimmerTextConfig(**text | {"num_hidden_layers": 4} | changes),
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+        out_hidden_size=16,
+        projector_hidden_size=16,
     )
     torch.manual_seed(seed)
     return _with_small_layers(with_clear_preferences(MuseGlimmerForConditionalGeneration(config).eval()))
 
 
 def dflash(target: PreTrainedModel, seed: int = 1, **changes: Any) -> PreTrainedModel:
-    """A drafter of blocks of 8 for a target of 4 layers or more, with random weights."""
-    shape = {"hidden_size": target.config.get_text_config().hidden_size, "intermediate_size": 64, "head_dim": 8}
-    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 24}
+    """A drafter of blocks of 8 for a target of 4 layers, with random weights."""
+    width = target.config.get_text_config().hidden_size
+    shape = {"hidden_size": width, "intermediate_size": 64, "head_dim": 8, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": width // 8, "num_key_value_heads": width // 8, "sliding_window": 24}
     shape |= {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": _ROPE}
     block = {"block_size": 8, "mask_token_id": TOKENS - 1, "target_layer_ids": [0, 3]}
     torch.manual_seed(seed)
@@ -99,6 +103,26 @@ def dflash(target: PreTrainedModel, seed: int = 1, **changes: Any) -> PreTrained
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     return model
+
+
+def repeating(target: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
+    """A drafter that drafts what the target's last states say most, which often comes again in random texts."""
+    model = dflash(target, seed, target_layer_ids=[3], num_hidden_layers=1, layer_types=["sliding_attention"])
+    layer, fc = model.layers[0], model.encoder.fc
+    with torch.no_grad():
+        for one in (layer.mlp.down_proj, layer.self_attn.q_proj):
+            one.weight.zero_()
+        for one in (fc, layer.self_attn.v_proj, layer.self_attn.o_proj):
+            one.weight.copy_(torch.eye(*one.weight.shape))
+        layer.self_attn.o_proj.weight.mul_(100)
+    return model
+
+
+def few_worded(target: PreTrainedModel) -> PreTrainedModel:
+    """A target that says a few tokens mostly, so that drafts of these are often accepted."""
+    with torch.no_grad():
+        target.get_output_embeddings().weight[5:11].mul_(3)
+    return target
 
 
 def _with_small_layers(model: PreTrainedModel) -> PreTrainedModel:

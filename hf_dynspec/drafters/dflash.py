@@ -131,7 +131,9 @@ class DFlashState(DrafterState):
         end = prefix.shape[0] - 1
         first = end if features is None else end - features.shape[0]
         if not 0 <= first < end:
-            raise ValueError(f"a block after {end + 1} tokens is drafted from features of 1 to {end}, got {end - first}")
+            raise ValueError(
+                f"a block after {end + 1} tokens is drafted from features of 1 to {end}, got {end - first}"
+            )
         if first > self._end or self._end > end or self._end == self._start:
             self._begin_at(first)
         model, device = self._drafter.model, self._drafter.model.device
