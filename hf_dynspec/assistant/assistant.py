@@ -48,10 +48,10 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         target: the model to speed up; the same as calling `bind(target)` afterwards.
         tokenizer: the tokenizer of both models. By default it is looked up, on this computer only, where the models
             were loaded from; it tells how many token ids are real, as models pad their embeddings.
-        num_assistant_tokens: tokens drafted per round (default 5, and a block's for drafters of blocks), or `"auto"`: up to 12, as many in each round as
-            promise the most tokens per second, and none while drafting loses; with `tree`, trees up to its size.
-            Output is lossless either way. With `"auto"`, and with the policy `"auto"`, sampled tokens depend on the
-            clock as well as on the seed.
+        num_assistant_tokens: tokens drafted per round (default 5, or those of a block if the drafter drafts blocks),
+            or `"auto"`: up to 12, as many in each round as promise the most tokens per second, and none while drafting
+            loses; with `tree`, trees up to its size. Output is lossless either way. With `"auto"`, and with the policy
+            `"auto"`, sampled tokens depend on the clock as well as on the seed.
         assistant_confidence_threshold: stop a draft after a token that the drafter found less probable than this. Off
             by default; it costs one wait for the device per draft step.
         tree: draft dynamic trees (EAGLE-2; when sampling, of drawn tokens) of this shape, or of the default shape for

@@ -1,9 +1,9 @@
 """DFlash: one forward of the drafter denoises a block of tokens.
 
-Source: transformers' `DFlashTokenCandidateGenerator` and `MuseGlimmerAssistantModel`. The drafter caches projections of
-the target's hidden states at the verified tokens but the last, from some of its layers. A block is the last token and
-mask tokens after it, as the target embeds them, all of which see each other and the cache; its hidden state at each
-mask is what the target's output projection predicts the token there from. The block leaves nothing in the cache.
+Source: transformers' `DFlashTokenCandidateGenerator` and `MuseGlimmerAssistantModel`. The drafter caches keys and
+values of the target's hidden states, from some of its layers, at the verified tokens but the last. A block is the last
+token and mask tokens after it, as the target embeds them, all of which see each other and the cache. The target's
+output projection predicts each token from the hidden state at its mask. The block leaves nothing in the cache.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,9 @@ class DFlashDrafter(BesideTarget):
     def __init__(self, model: PreTrainedModel, target: PreTrainedModel | None = None):
         # The first place of a block is the last verified token's.
         self.block_size = model.config.block_size - 1
+        if self.block_size < 1:
+            problem = f"is {model.config.block_size}, and a block is the last verified token and at least one more"
+            raise ArtifactError("config.json: block_size", problem, "Load a drafter of blocks.")
         super().__init__(model, target)
 
     @classmethod
@@ -46,7 +49,6 @@ class DFlashDrafter(BesideTarget):
                 not 0 <= own.mask_token_id < embedding.shape[0],
                 f"the target embeds the ids from 0 to {embedding.shape[0] - 1:,}",
             ),
-            "block_size": (own.block_size < 2, "a block is the last verified token and at least one more"),
         }
         for name, (is_wrong, problem) in wrong.items():
             if is_wrong:
