@@ -41,7 +41,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
     Args:
         drafter: a decoder-only causal language model of transformers with the target's tokenizer, which may be in
             wrappers (peft, `torch.compile`), or an `EagleDrafter`; a Gemma-4 assistant or a DFlash drafter beside its
-            target; or the folder or Hub id of a model, which is then loaded in the target's dtype and on its device.
+            target; or the folder of a model, which is then loaded in the target's dtype and on its device.
         policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`, `"screen"`,
             or `"auto"` for the fastest of several in each round), or None for `HybridShortlist()`, which needs nothing
             built or trained.

@@ -61,12 +61,12 @@ def drafter_reference(drafter: Drafter) -> ModelReference | None:
 
 
 def loaded(drafter: Any, target: PreTrainedModel | None) -> Any:
-    """What was given as a drafter. A model's folder or Hub id is loaded, in the target's dtype and on its device.
+    """What was given as a drafter. A model's folder is loaded, in the target's dtype and on its device.
 
     Raises:
         ConfigurationError: as `load_model`.
     """
-    if not isinstance(drafter, str | os.PathLike):
+    if not isinstance(drafter, str | os.PathLike) or not os.path.isdir(drafter):
         return drafter
     place = {} if target is None else {"device": target.device, "dtype": target.dtype}
     return load_model(drafter, role="drafter", **place)

@@ -33,6 +33,6 @@ def as_drafter(drafter: Any) -> Drafter:
         kind = next((one for one in KINDS if one.is_kind_of(model.config)), CausalLMDrafter)
         return kind(model)
     raise UnsupportedError(
-        f"a drafter must be a transformers causal language model or an EagleDrafter, got {type(drafter).__name__}. "
+        f"a drafter must be a model of transformers that drafts or an EagleDrafter, got {type(drafter).__name__}. "
         "Load it with AutoModelForCausalLM.from_pretrained or EagleDrafter.from_pretrained."
     )
