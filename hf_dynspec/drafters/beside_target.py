@@ -77,11 +77,14 @@ class BesideTarget(Drafter):
         """
         target = None if self._target is None else self._target()
         if target is None:
-            raise NotBoundError(
-                f"a {type(self.model).__name__} drafts beside its target alone: pass target=… to DynSpecAssistant, or "
-                "call assistant.bind(target)."
-            )
+            raise self._unbound()
         return target
+
+    def _unbound(self) -> NotBoundError:
+        return NotBoundError(
+            f"a {type(self.model).__name__} drafts beside its target alone: pass target=… to DynSpecAssistant, or "
+            "call assistant.bind(target)."
+        )
 
     @property
     def module(self) -> PreTrainedModel:
@@ -91,7 +94,9 @@ class BesideTarget(Drafter):
     @property
     def head(self) -> DynamicLMHead:
         """The output projection. Raises NotBoundError if the target is not known yet."""
-        return self._head if self._target is not None else self.target
+        if self._target is None:
+            raise self._unbound()
+        return self._head
 
     @property
     def weights_version(self) -> int:

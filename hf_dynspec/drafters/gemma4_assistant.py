@@ -39,7 +39,7 @@ class Gemma4AssistantDrafter(BesideTarget):
 
     def require_target(self, target: PreTrainedModel) -> None:
         name, config, own = type(target).__name__, target.config.get_text_config(), self.model.config
-        if not config.model_type.startswith(("gemma4", "gemma3n")):
+        if not config.model_type.startswith("gemma4"):
             raise UnsupportedError(
                 f"{name} shares no keys and values with a {type(self.model).__name__}, which drafts for models of "
                 "Gemma 4 alone. Use a drafter of the target's family."
@@ -71,6 +71,10 @@ class Gemma4AssistantDrafter(BesideTarget):
             return None
         order = embedder.token_ordering.to(device="cpu", dtype=torch.int64)
         tokens, count = order.shape[0], embedder.num_centroids
+        if not embedder.centroids.weight.is_floating_point():
+            raise UnsupportedError(
+                f"the {type(self.model).__name__}'s masked_embedding.centroids are packed. Load it with them unpacked."
+            )
         if tokens % count or not torch.equal(order.sort().values, torch.arange(tokens)):
             raise UnsupportedError(
                 f"the {type(self.model).__name__}'s masked_embedding.token_ordering does not put each of {tokens:,} "
@@ -93,14 +97,14 @@ class Gemma4AssistantDrafter(BesideTarget):
 
     def context(self, read: TargetCache) -> dict[str, Any]:
         """What all draft steps of a round have in common, as the model's `forward` takes it."""
-        like = self.model.pre_projection.weight
+        place = {"device": self.model.device, "dtype": self.model.dtype}
         layers = {kind: read.cache.layers[index] for kind, index in self._layers.items()}
-        shared = {kind: (layer.keys.to(like), layer.values.to(like)) for kind, layer in layers.items()}
-        mask = None if read.is_visible is None else read.is_visible.to(like.device).long().unsqueeze(0)
-        one = like.new_empty(1, 1, like.shape[0])
+        shared = {kind: (layer.keys.to(**place), layer.values.to(**place)) for kind, layer in layers.items()}
+        mask = None if read.is_visible is None else read.is_visible.to(self.model.device).long().unsqueeze(0)
+        token = torch.empty(1, 1, self.model.config.get_text_config().hidden_size, **place)
         return {
-            "attention_mask": self.model.create_attention_masks(one, mask, shared),
-            "position_ids": torch.full((1, 1), read.position, dtype=torch.int64, device=like.device),
+            "attention_mask": self.model.create_attention_masks(token, mask, shared),
+            "position_ids": torch.full((1, 1), read.position, dtype=torch.int64, device=self.model.device),
             "shared_kv_states": shared,
         }
 
@@ -122,9 +126,9 @@ class Gemma4AssistantDrafter(BesideTarget):
         Returns:
             `[1, d]`: the hidden state for the output projection; and `[1, d_target]`: the next step's `hidden`.
         """
-        model, like = self.model, self.model.pre_projection.weight
-        lent = self.target.get_input_embeddings()
-        embedded, hidden = lent(token_ids.to(lent.weight.device)).to(like), hidden.to(like)
+        model, lent = self.model, self.target.get_input_embeddings()
+        place = {"device": model.device, "dtype": model.dtype}
+        embedded, hidden = lent(token_ids.to(lent.weight.device)).to(**place), hidden.to(**place)
         if observe_draft_inputs is not None:
             projected = model.pre_projection(torch.cat([torch.zeros_like(hidden), hidden], dim=-1))
             observe_draft_inputs(self.embed(token_ids), projected)
@@ -204,6 +208,5 @@ def _shared_layers(target: PreTrainedModel) -> dict[str, int]:
 
 def _heads(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
     """The heads of a layer's keys, and the numbers of each."""
-    per_layer = getattr(config, "per_layer_config", None)
-    one = config if per_layer is None else per_layer[layer]
+    one = config.per_layer_config[layer]
     return one.num_key_value_heads, one.head_dim

@@ -172,10 +172,14 @@ def test_padding_batches_passed_caches_and_conversations(target, drafter):
     assert_same(target, assistant, text[:, 5:], prefill_chunk_size=7)
     batch = torch.cat([text, prompt(35, vocabulary=TOKENS, seed=4)])
     assert_same(target, assistant, batch, attention_mask=torch.cat([mask, torch.ones_like(mask)]))
-    for given in (assistant, None):
-        cache = DynamicCache(config=target.config)
-        target(TEXT[:, :6], **cache_inputs(cache))
-        assert torch.equal(generate(target, given, TEXT, **{CACHE: cache}), generate(target, None, TEXT))
+    # The whole text, or its new tokens alone with a mask for all.
+    for tokens, mask in ((TEXT, None), (TEXT[:, 6:], torch.ones_like(TEXT))):
+        written = []
+        for given in (assistant, None):
+            cache = DynamicCache(config=target.config)
+            target(TEXT[:, :6], **cache_inputs(cache))
+            written.append(generate(target, given, tokens, attention_mask=mask, **{CACHE: cache}))
+        assert torch.equal(*written) and assistant.stats.drafted > 0
     conversation, text = assistant.conversation(), TEXT
     for turn in range(4):
         # The third turn takes some of the text back.

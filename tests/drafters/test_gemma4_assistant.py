@@ -159,11 +159,14 @@ def test_padding_chunks_passed_caches_and_conversations(target, assistant):
     generate(target, ours, text, attention_mask=mask)
     assert ours.stats.to_dict() == alone
     assert_same(target, ours, text[:, 5:], prefill_chunk_size=7)
-    for given in (ours, None):
-        cache = DynamicCache(config=target.config)
-        target(TEXT[:, :6], **cache_inputs(cache))
-        cached = generate(target, given, TEXT, **{CACHE: cache})
-        assert torch.equal(cached, generate(target, None, TEXT))
+    # The whole text, or its new tokens alone with a mask for all.
+    for tokens, mask in ((TEXT, None), (TEXT[:, 6:], torch.ones_like(TEXT))):
+        written = []
+        for given in (ours, None):
+            cache = DynamicCache(config=target.config)
+            target(TEXT[:, :6], **cache_inputs(cache))
+            written.append(generate(target, given, tokens, attention_mask=mask, **{CACHE: cache}))
+        assert torch.equal(*written) and ours.stats.drafted > 0
     conversation, text = ours.conversation(), TEXT
     for _ in range(3):
         text = torch.cat([assert_same(target, conversation, text, max_new_tokens=10), TEXT[:, :3]], dim=1)
