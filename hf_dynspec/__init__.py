@@ -13,6 +13,7 @@ _HOMES = {
     "AutomaticShortlist": ".shortlists",
     "ConfigurationError": ".errors",
     "CoralShortlist": ".shortlists",
+    "NativeShortlist": ".shortlists",
     "DynSpecAssistant": ".assistant",
     "DynSpecCandidateGenerator": ".generation.candidate_generator",
     "DynSpecConfig": ".artifacts.config",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from .shortlists import FullShortlist as FullShortlist
     from .shortlists import HybridShortlist as HybridShortlist
     from .shortlists import InContextShortlist as InContextShortlist
+    from .shortlists import NativeShortlist as NativeShortlist
     from .shortlists import RetrievalShortlist as RetrievalShortlist
     from .shortlists import RouterShortlist as RouterShortlist
     from .shortlists import ScreenShortlist as ScreenShortlist

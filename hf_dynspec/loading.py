@@ -15,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -24,6 +25,7 @@ from transformers import (
 from transformers.utils import logging
 
 from .drafters import CausalLMDrafter, Drafter
+from .drafters.dflash import DFlashDrafter
 from .errors import ConfigurationError, UnsupportedError, counted, warn_user
 from .modeling.parts import output_rows
 from .vocabulary import as_token_ids
@@ -51,7 +53,7 @@ def load_model(
     role: str = "model",
     local_files_only: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model from a folder or the Hub, ready to generate.
+    """Load a causal language model, or a drafter of blocks, from a folder or the Hub, ready to generate.
 
     Args:
         name_or_path: the folder or Hub id.
@@ -66,7 +68,12 @@ def load_model(
     _require_folder_or_hub_id(name_or_path, f"the {role} {name_or_path} cannot be loaded")
     try:
         with without_warnings_of_transformers():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(
+                str(name_or_path), trust_remote_code=False, local_files_only=local_files_only
+            )
+            # Such a model has no output projection of its own.
+            auto = AutoModel if DFlashDrafter.is_kind_of(config) else AutoModelForCausalLM
+            model, found = auto.from_pretrained(
                 str(name_or_path),
                 dtype=dtype,
                 device_map={"": device} if isinstance(device, torch.device) else device,

@@ -328,6 +328,7 @@ _MORE: dict[str, Callable[[], ShortlistPolicy]] = {
     ),
     "router by centroids": lambda: RouterShortlist(centroid_router(), max_clusters=3),
     "coral, not packed": lambda: POLICIES["coral"](layer_router(), top_groups=2, packed=False),
+    "native, not packed": lambda: POLICIES["native"](top_clusters=2, packed=False),
     "union with coral": lambda: POLICIES["union"](
         InContextShortlist(15, eviction="lru"), POLICIES["coral"](layer_router(), top_groups=2)
     ),

@@ -1,5 +1,6 @@
 """DynSpecAssistant: a drafter, its dynamic head and a shortlist policy, ready to be passed as `assistant_model`."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,11 @@ from ..alignment.aligner import Aligner
 from ..alignment.settings import OnlineAlignment
 from ..drafters import Drafter, as_drafter
 from ..drafting.settings import as_tree_config, drafting_config
+from ..modeling.parts import unwrapped
 from ..shortlists import ShortlistPolicy, as_policy
 from ..tree_config import TreeConfig
 from .bound import BoundAssistant
+from .models import loaded
 from .saved import SavedAssistant
 
 if TYPE_CHECKING:
@@ -37,17 +40,18 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     Args:
         drafter: a decoder-only causal language model of transformers with the target's tokenizer, which may be in
-            wrappers (peft, `torch.compile`), or an `EagleDrafter`.
+            wrappers (peft, `torch.compile`), or an `EagleDrafter`; a Gemma-4 assistant or a DFlash drafter beside its
+            target; or the folder of a model, which is then loaded in the target's dtype and on its device.
         policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`, `"screen"`,
             or `"auto"` for the fastest of several in each round), or None for `HybridShortlist()`, which needs nothing
             built or trained.
         target: the model to speed up; the same as calling `bind(target)` afterwards.
         tokenizer: the tokenizer of both models. By default it is looked up, on this computer only, where the models
             were loaded from; it tells how many token ids are real, as models pad their embeddings.
-        num_assistant_tokens: tokens drafted per round (default 5), or `"auto"`: up to 12, as many in each round as
-            promise the most tokens per second, and none while drafting loses; with `tree`, trees up to its size.
-            Output is lossless either way. With `"auto"`, and with the policy `"auto"`, sampled tokens depend on the
-            clock as well as on the seed.
+        num_assistant_tokens: tokens drafted per round (default 5, or those of a block if the drafter drafts blocks),
+            or `"auto"`: up to 12, as many in each round as promise the most tokens per second, and none while drafting
+            loses; with `tree`, trees up to its size. Output is lossless either way. With `"auto"`, and with the policy
+            `"auto"`, sampled tokens depend on the clock as well as on the seed.
         assistant_confidence_threshold: stop a draft after a token that the drafter found less probable than this. Off
             by default; it costs one wait for the device per draft step.
         tree: draft dynamic trees (EAGLE-2; when sampling, of drawn tokens) of this shape, or of the default shape for
@@ -70,7 +74,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     def __init__(
         self,
-        drafter: PreTrainedModel | Drafter,
+        drafter: PreTrainedModel | Drafter | str | os.PathLike,
         policy: ShortlistPolicy | str | None = None,
         *,
         target: PreTrainedModel | None = None,
@@ -85,10 +89,12 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         alignment: OnlineAlignment | None = None,
     ):
         super().__init__()
+        drafter = loaded(drafter, unwrapped(target))
         self._policy = as_policy(policy)
-        self.generation_config = drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
-        self._tree = as_tree_config(tree)
         self._drafter = as_drafter(drafter)
+        tokens = self._drafter.block_size if num_assistant_tokens is None else num_assistant_tokens
+        self.generation_config = drafting_config(drafter, tokens, assistant_confidence_threshold)
+        self._tree = as_tree_config(tree)
         self._given_tokenizer = tokenizer
         self._tokenizer = tokenizer
         self.profile = profile
@@ -112,12 +118,12 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     @property
     def drafter(self) -> Drafter:
-        """What drafts. May be assigned: whatever the constructor takes."""
+        """What drafts for the bound target. May be assigned: whatever the constructor takes."""
         return self._drafter
 
     @drafter.setter
-    def drafter(self, drafter: PreTrainedModel | Drafter) -> None:
-        drafter, before = as_drafter(drafter), self._aligner
+    def drafter(self, drafter: PreTrainedModel | Drafter | str | os.PathLike) -> None:
+        drafter, before = as_drafter(loaded(drafter, self.target)), self._aligner
         if before is None or drafter is self._drafter:
             self._change(_drafter=drafter)
             return

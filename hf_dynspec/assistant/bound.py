@@ -39,6 +39,7 @@ class BoundAssistant(Assistant):
     # The tokenizer that was given, and the one that is used, which is looked up where none was.
     _given_tokenizer: Any
     _tokenizer: Any
+    _drafter: Drafter
     fast_target_head: bool
     validate: bool
 
@@ -89,7 +90,17 @@ class BoundAssistant(Assistant):
         """
         target = unwrapped(target)
         check_target(target)
-        self.drafter.require_target(target)
+        given = self._drafter
+        self._drafter = given.for_target(target)
+        try:
+            self._bind(target)
+        except BaseException:
+            self._drafter = given
+            raise
+        return self
+
+    def _bind(self, target: PreTrainedModel) -> None:
+        """Attach to a target that the drafter drafts for."""
         before, pair = self._binding, (self.drafter, self._given_tokenizer)
         if before is not None and before.target() is target and all(map(operator.is_, before.pair, pair)):
             tokenizer = self.tokenizer
@@ -112,7 +123,6 @@ class BoundAssistant(Assistant):
         self._tokenizer = tokenizer
         self._adopt(target, _Binding(weakref.ref(target), size, pair), forward, memory)
         self.return_session(self._sessions.take(session.vocabulary.eos_token_ids, lambda memory: session))
-        return self
 
     def _adopt(self, target: PreTrainedModel, binding: "_Binding", forward: TargetForward, memory: Any) -> None:
         """Attach to a target, and only then leave the one before, with all that was remembered of it."""

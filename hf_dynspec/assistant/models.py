@@ -1,12 +1,13 @@
 """The models that an artifact names. They are fetched from the Hub only, and without their code."""
 
 import os
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..artifacts.config import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, ModelReference
 from ..artifacts.hub import download_snapshot
-from ..drafters import CausalLMDrafter, Drafter, EagleDrafter
+from ..drafters import BesideTarget, CausalLMDrafter, Drafter, EagleDrafter
 from ..drafters.eagle.checkpoint_files import HEAD_FILES
 from ..errors import ArtifactError, ConfigurationError
 from ..files import is_there, read_file
@@ -43,7 +44,8 @@ def model_reference(model: PreTrainedModel | None) -> ModelReference | None:
         name_or_path=model.name_or_path,
         commit=getattr(model.config, "_commit_hash", None),
         architecture=type(model).__name__,
-        vocab_size=output_rows(model),
+        # A drafter of blocks has none of its own.
+        vocab_size=None if model.get_output_embeddings() is None else output_rows(model),
         # The reference itself tells a snapshot in the Hub's cache from other absolute paths.
         local=not os.path.isabs(model.name_or_path) and os.path.isdir(model.name_or_path),
     )
@@ -51,11 +53,23 @@ def model_reference(model: PreTrainedModel | None) -> ModelReference | None:
 
 def drafter_reference(drafter: Drafter) -> ModelReference | None:
     """The reference to a drafter, or None if it does not name its source."""
-    if isinstance(drafter, CausalLMDrafter):
+    if isinstance(drafter, CausalLMDrafter | BesideTarget):
         return model_reference(drafter.model)
     if not isinstance(drafter, EagleDrafter) or drafter.checkpoint.folder is None:
         return None
     return ModelReference(drafter.checkpoint.folder, architecture=EagleDrafter.__name__)
+
+
+def loaded(drafter: Any, target: PreTrainedModel | None) -> Any:
+    """What was given as a drafter. A model's folder is loaded, in the target's dtype and on its device.
+
+    Raises:
+        ConfigurationError: as `load_model`.
+    """
+    if not isinstance(drafter, str | os.PathLike) or not os.path.isdir(drafter):
+        return drafter
+    place = {} if target is None else {"device": target.device, "dtype": target.dtype}
+    return load_model(drafter, role="drafter", **place)
 
 
 def load_named_drafter(

@@ -32,16 +32,36 @@ class UnrolledStep(NamedTuple):
     hidden: torch.Tensor
 
 
+class TargetCache(NamedTuple):
+    """What the target has read of a text, for drafters that read its keys and values (`Drafter.reads_cache`).
+
+    Args:
+        cache: a dynamic cache with all tokens of the text but the last, whose layers with a window may hold the last
+            tokens alone. To be read, and not kept.
+        is_visible: bool `[n]` on the target's device: the cached tokens that no mask hides (None: all).
+        position: the position of the last token.
+    """
+
+    cache: Cache
+    is_visible: torch.Tensor | None
+    position: int
+
+
 class DrafterState(ABC):
     """A drafter's cache during one session, over the verified prefix and the current draft.
 
-    A round calls `advance` once, `draft` any number of times, and `truncate` after the verdict.
+    A round calls `advance` once, `draft` any number of times, and `truncate` after the verdict. A drafter of blocks
+    (`Drafter.block_size`) drafts in `advance`, and its `draft` is never called.
     """
 
     @property
     @abstractmethod
     def length(self) -> int:
         """The number of leading tokens that the cache covers, with drafted tokens that may stay."""
+
+    def see_target(self, read: TargetCache) -> None:
+        """Take what the target has read. Called before `advance`, for drafters with `reads_cache` alone."""
+        raise NotImplementedError(f"{type(self).__name__} reads nothing of the target's cache")
 
     @abstractmethod
     def advance(
@@ -61,7 +81,8 @@ class DrafterState(ABC):
 
         Returns:
             `[r, d]`: the hidden states at the last tokens read, as the output projection expects them; the last one
-            predicts the token after the prefix. An independent model returns those at all tokens that it read.
+            predicts the token after the prefix. An independent model returns those at all tokens that it read. A
+            drafter of blocks returns `[block_size, d]`: row `i` predicts the token `i + 1` places after the prefix.
         """
 
     @abstractmethod
@@ -104,15 +125,20 @@ class Drafter(ABC):
         head: the output projection, from hidden states to logits over a shortlist.
         reads: the target's hidden states that it reads, side by side in this order: 0 is the target's embedding, the
             number of layers the output of its final norm. Empty for an independent model.
+        reads_cache: it reads the target's keys and values too (`DrafterState.see_target`).
         most_positions: the most tokens of a text that it can read (None: any number).
         replacements: how many changes of `weights_version` replaced numbers alone (`replaces_numbers`).
+        block_size: the most tokens of a chain, all of which it drafts in one forward, in which none of them sees the
+            choice of another (None: a forward drafts one token). A block has one shortlist.
     """
 
     module: nn.Module
     head: DynamicLMHead
     reads: tuple[int, ...] = ()
+    reads_cache: bool = False
     most_positions: int | None = None
     replacements: int = 0
+    block_size: int | None = None
 
     @property
     def weights_version(self) -> int:
@@ -132,6 +158,16 @@ class Drafter(ABC):
             ArtifactError: they have another size.
             UnsupportedError: the target has too few layers.
         """
+
+    def for_target(self, target: Any) -> "Drafter":
+        """This drafter beside a target, a transformers model: a twin with the same `module` for those that use the
+        target's own weights, and otherwise itself.
+
+        Raises:
+            ArtifactError, UnsupportedError: as `require_target`.
+        """
+        self.require_target(target)
+        return self
 
     def require_trees(self) -> None:  # noqa: B027
         """Make sure that trees can be drafted.

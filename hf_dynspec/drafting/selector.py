@@ -95,4 +95,4 @@ def start_selectors(policy: ShortlistPolicy, vocabulary: VocabularyInfo, memory:
 
 def rows_of(head: DynamicLMHead) -> HeadRows:
     """The rows of a head as policies get them."""
-    return HeadRows(head.weight, head.bias, head.token_ids)
+    return HeadRows(head.weight, head.bias, head.token_ids, head.clusters)

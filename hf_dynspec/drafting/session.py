@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from ..drafters.base import Drafter
+from ..drafters.base import Drafter, TargetCache
 from ..protocol import Candidates, HeadRows, Needs, Prompt, Shortlist, SparseDistribution, Verdict, VocabularyInfo
 from ..shortlists.base import ShortlistPolicy
 from ..stats import DraftingStatistics, Stopwatch
@@ -189,7 +189,12 @@ class DraftSession:
     @closes_on_error
     @while_weights_stand
     def draft_chain(
-        self, prefix: torch.Tensor, count: int, choose: ChooseToken, goes_on: GoesOn | None = None
+        self,
+        prefix: torch.Tensor,
+        count: int,
+        choose: ChooseToken,
+        goes_on: GoesOn | None = None,
+        read: TargetCache | None = None,
     ) -> Candidates:
         """Draft a chain.
 
@@ -198,23 +203,25 @@ class DraftSession:
             count: the most tokens to draft, at least 1.
             choose: picks a token from the logits of a draft step.
             goes_on: asked after each token (None: draft `count` tokens).
+            read: what the target has read, for a drafter that reads that.
         """
         token_ids, used_logits, shortlists, drawn_from = [], [], [], []
-        hidden, fresh = self._advance(prefix)[-1:], prefix[-1:]
-        while True:
-            shortlist, logits = self._score(len(token_ids), fresh, hidden)
+        hidden, fresh, is_block = self._advance(prefix, read), prefix[-1:], self._drafter.block_size is not None
+        hidden = hidden[:count] if is_block else hidden[-1:]
+        for depth in range(hidden.shape[0] if is_block else count):
+            if depth and not is_block:
+                with self.stopwatch.section("backbone"):
+                    hidden = self._backbone.draft(fresh, observe_draft_inputs=self._selector.observe_draft_inputs)
+            if not depth or not is_block:
+                shortlist, logits = self._score(depth, fresh, hidden)
             with self.stopwatch.section("choice"):
-                fresh, used, few = choose(logits[0], shortlist, token_ids)
+                fresh, used, few = choose(logits[depth if is_block else 0], shortlist, token_ids)
             token_ids.append(fresh)
             used_logits.append(used)
             drawn_from.append(few)
             shortlists.append(shortlist)
             if goes_on is not None and not goes_on():
                 break
-            if len(token_ids) == count:
-                break
-            with self.stopwatch.section("backbone"):
-                hidden = self._backbone.draft(fresh, observe_draft_inputs=self._selector.observe_draft_inputs)
         chosen = torch.cat(token_ids), tuple(shortlists), tuple(used_logits)
         return self._keep(Candidates(*chosen, drawn_from=tuple(drawn_from)))
 
@@ -265,7 +272,7 @@ class DraftSession:
         read, self._backbone = self._backbone.read(), self._drafter.start()
         return read, hidden[-2:-1] if features is None else features[-1:]
 
-    def _advance(self, prefix: torch.Tensor) -> torch.Tensor:
+    def _advance(self, prefix: torch.Tensor, read: TargetCache | None = None) -> torch.Tensor:
         """Bring the drafter to the verified prefix. Returns its hidden states at the last tokens, `[r, d]`."""
         self._prefix = prefix
         with self.stopwatch.section("backbone"):
@@ -276,6 +283,8 @@ class DraftSession:
                 self._selector.read(prefix)
             self._selector.state.begin_round()
         with self.stopwatch.section("backbone"):
+            if read is not None:
+                self._backbone.see_target(read)
             hidden = self._backbone.advance(prefix, self._features.rows, self._selector.observe_draft_inputs)
         self._features.forget()
         return hidden

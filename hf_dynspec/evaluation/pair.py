@@ -14,6 +14,7 @@ from ..artifacts.config import ModelReference
 from ..devices import without_attention_plans
 from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
 from ..drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint
+from ..drafters.gemma4_assistant import Gemma4AssistantDrafter
 from ..errors import ConfigurationError, DynSpecError
 from ..fields import SettingError
 from ..loading import load_model, load_tokenizer, without_warnings_of_transformers
@@ -40,7 +41,7 @@ class Pair:
     def drafter_model(self) -> PreTrainedModel | None:
         """The small model, or None where there are EAGLE heads only."""
         drafter = self.drafters.get(INDEPENDENT)
-        return drafter.model if isinstance(drafter, CausalLMDrafter) else None
+        return drafter.model if isinstance(drafter, CausalLMDrafter | Gemma4AssistantDrafter) else None
 
     def described_models(self) -> dict[str, Any]:
         """What is known of the target, the small model and the EAGLE heads by label, as JSON values."""
@@ -104,7 +105,9 @@ def open_pair(
             drafter = _load(settings, "drafter")
         _warn_of_larger(drafter, target)
         tokenizer = tokenizer or load_tokenizer(settings.target or target.name_or_path)
-        drafters: dict[str, Drafter] = {} if drafter is None else {_label_of(drafter): as_drafter(drafter)}
+        drafters: dict[str, Drafter] = (
+            {} if drafter is None else {_label_of(drafter): as_drafter(drafter).for_target(target)}
+        )
         for label, checkpoint in heads.items():
             with _naming_head(label):
                 drafters[label] = EagleDrafter(checkpoint, target)
@@ -138,7 +141,7 @@ def load_models(
     if not heads:
         drafter = _load(settings, "drafter")
         _warn_of_larger(drafter, target)
-        return target, as_drafter(drafter), load_tokenizer(str(settings.target))
+        return target, as_drafter(drafter).for_target(target), load_tokenizer(str(settings.target))
     label, checkpoint = heads.popitem()
     with _naming_head(label):
         return target, EagleDrafter(checkpoint, target), load_tokenizer(str(settings.target))

@@ -63,6 +63,10 @@ def check_batch(assistant: Any, call: CallArguments, settings: GenerationConfig)
     names += [CACHE] if call.cache() is not None else []
     refusals = [
         (assistant.owner is not assistant, f"a conversation is not kept {where}: {way_out}."),
+        (
+            assistant.owner.drafter.reads_cache,
+            f"the drafter reads the target's dynamic cache, and there is none {where}: {way_out}.",
+        ),
         (call.input_ids() is None, "pass input_ids, such as the BOS token alone."),
         (
             not is_one and call.get("streamer") is not None,

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..cache_names import CACHE, cached_tokens, passed_cache
+from ..cache_names import CACHE, cached_tokens, passed_cache, returned_cache
 from ..drafting.processors import may_keep_state
 from ..errors import NotBoundError, UnsupportedError
 from ..modeling.head import widen
@@ -140,7 +140,8 @@ class DynSpecCandidateGenerator(CandidateGenerator):
         rows = torch.arange(accepted + 1, device=input_ids.device)
         outcome = Outcome(input_ids[0, input_ids.shape[1] - accepted - 1 :], rows, ())
         logits = outputs.logits[:, -self._drafted - 1 :]
-        self._call.learn(CausalLMOutputWithPast(logits=logits, hidden_states=outputs.hidden_states), outcome)
+        read = {CACHE: returned_cache(outputs)}
+        self._call.learn(CausalLMOutputWithPast(logits=logits, hidden_states=outputs.hidden_states, **read), outcome)
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Count a round, and adapt the draft length.

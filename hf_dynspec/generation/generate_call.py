@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import Cache, GenerationConfig, LogitsProcessorList
 
 from ..alignment.recording import Notes, Recorder
+from ..cache_names import passed_cache, returned_cache
 from ..devices import is_host_memory, without_attention_plans
+from ..drafters.base import TargetCache
 from ..drafting.automatic import AutomaticCall, DraftPlan
 from ..drafting.guards import outside_inference_mode
 from ..drafting.scheduler import DraftScheduler
@@ -58,6 +60,8 @@ class GenerateCall:
         self._lent = lent
         self._target = assistant.forward
         self._reads = assistant.drafter.reads
+        # What the target has read, while it holds all tokens but the last.
+        self._cache: Cache | None = None
         self._session: DraftSession | None = None
         self._stats = DraftingStatistics()
         self._stats.calls = 1
@@ -140,6 +144,7 @@ class GenerateCall:
         if session.vocabulary.target_rows is not None:
             session.follow_target(target.head_rows())
         self._text = VerifiedText(input_ids, model_kwargs, getattr(generation_config, "_mask_length", None), device)
+        self._cache = passed_cache(model_kwargs)
         if self._recorder is not None:
             self._recorder.begin(self._text.prompt)
         self._text.known = session.begin(self._text.prompt, continues)
@@ -294,7 +299,8 @@ class GenerateCall:
                 self._candidates = self._session.draft_tree(prefix, plan.tree, plan.steps, draw)
             else:
                 stop_rule = self._scheduler.stop_rule(self._choice)
-                self._candidates = self._session.draft_chain(prefix, plan.steps, self._choice, stop_rule)
+                read = self._read() if self._assistant.drafter.reads_cache else None
+                self._candidates = self._session.draft_chain(prefix, plan.steps, self._choice, stop_rule, read)
                 self._scheduler.has_drafted(self._candidates.token_ids.shape[0])
         if ends_with_text and plan.tree is None:
             self._candidates = _up_to_end(self._candidates, self._session.vocabulary.eos_token_ids)
@@ -313,7 +319,11 @@ class GenerateCall:
             return 0
         if self._reads and not self._session.has_features_of(self._text.length):
             return 0
+        if self._assistant.drafter.reads_cache and not self._holds_text():
+            return 0
         most = self._max_length - length - 1
+        block = self._assistant.drafter.block_size
+        most = most if block is None else min(most, block)
         positions = self._assistant.drafter.most_positions
         if positions is not None:
             # The drafter reads the text and all drafted tokens but the last.
@@ -322,6 +332,13 @@ class GenerateCall:
         if tree is None:
             return min(most, room)
         return most if room >= tree.total_tokens - 1 else 0
+
+    def _holds_text(self) -> bool:
+        """Whether the target's cache is there, and holds all tokens but the last."""
+        return self._cache is not None and self._cache.get_seq_length() == self._text.positions - 1
+
+    def _read(self) -> TargetCache:
+        return TargetCache(self._cache, self._text.is_visible, self._text.visible_positions - 1)
 
     def _begin_feedback(self, is_drafting: bool) -> None:
         """Settle who observes the target's answer. A session that lags behind the text reads it at its next draft."""
@@ -395,6 +412,7 @@ class GenerateCall:
     @outside_inference_mode
     def learn(self, outputs: Any, outcome: Outcome) -> None:
         """Let the session observe the outcome."""
+        self._cache = returned_cache(outputs)
         missed = self._missed(outcome)
         feedback = self._feedback.of_round(outputs, self._candidates, outcome, missed, self.best_tokens)
         if feedback is not None:

@@ -111,7 +111,7 @@ class TargetForward:
         """
         if not (reads or needs.of_states) or self.has_head_state:
             return
-        reader, fix = ("EAGLE heads read", "an independent drafter") if reads else ("the policy reads", "another one")
+        reader, fix = ("the drafter reads", "an independent drafter") if reads else ("the policy reads", "another one")
         raise UnsupportedError(
             f"{type(self.model).__name__} has hidden states of another kind than {reader}: what its output projection "
             f"is given is none of them. Use {fix}."

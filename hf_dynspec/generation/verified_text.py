@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import Cache
 
 from ..cache_names import cached_tokens, passed_cache
@@ -50,6 +51,7 @@ class VerifiedText:
         holds_all = mask_length is None or mask_length == input_ids.shape[1]
         self.skipped, self.cached_before = (cached, 0) if holds_all else (0, cached)
         self._hidden_by_mask = 0 if mask is None else int((mask[0] == 0).sum())
+        self._mask = mask[0].bool() if self._hidden_by_mask else None
 
     def extend(self, input_ids: torch.Tensor) -> None:
         """Set the text so far, int64 `[1, n]`, padding included."""
@@ -79,6 +81,13 @@ class VerifiedText:
     def visible_positions(self) -> int:
         """The number of these positions that the mask does not hide."""
         return self.positions - self._hidden_by_mask
+
+    @property
+    def is_visible(self) -> torch.Tensor | None:
+        """bool `[positions - 1]`: the positions before the last one that the mask does not hide (None: all)."""
+        if self._mask is None:
+            return None
+        return functional.pad(self._mask, (0, self.positions - 1 - self._mask.shape[0]), value=True)
 
     @property
     def is_unread(self) -> bool:

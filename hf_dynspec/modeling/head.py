@@ -21,7 +21,7 @@ from ..kernels import (
     replace_rows,
     scattered_scores_for,
 )
-from ..protocol import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
+from ..protocol import BlockLayout, BlockShortlist, JoinedShortlist, OwnClusters, Shortlist
 from .parts import FORWARD_ERRORS, decoder_of, input_device, is_plain, projection_of, scale_and_cap
 
 # Rows that are copied at a time, so that a conversion needs little temporary memory.
@@ -128,6 +128,7 @@ class DynamicLMHead:
         soft_cap: `c` in `c · tanh(logits / c)` (Gemma 2), or None.
         token_ids: int64 `[V]`: the token id of each row, without repeats, for heads that leave most of the vocabulary
             out (None: row `i` scores id `i`).
+        clusters: the clusters that the drafter chooses its tokens from, for the policy `native` (None: it has none).
     """
 
     def __init__(
@@ -137,8 +138,10 @@ class DynamicLMHead:
         logit_scale: float = 1.0,
         soft_cap: float | None = None,
         token_ids: torch.Tensor | None = None,
+        clusters: OwnClusters | None = None,
     ):
         self.weight = weight.detach()
+        self.clusters = clusters
         self.token_ids = token_ids
         self._row_of = None if token_ids is None else _inverse(token_ids)
         self.bias = None if bias is None else bias.detach()
@@ -335,7 +338,7 @@ class DynamicLMHead:
 
     def anew(self, weight: torch.Tensor, bias: torch.Tensor | None) -> "DynamicLMHead":
         """The same projection with other numbers."""
-        return DynamicLMHead(weight, bias, self.logit_scale, self.soft_cap, self.token_ids)
+        return DynamicLMHead(weight, bias, self.logit_scale, self.soft_cap, self.token_ids, self.clusters)
 
     def rows_of(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64, of the shape of `token_ids`: their rows, which must exist."""

@@ -10,7 +10,7 @@ from torch.nn import functional
 from ..errors import UnsupportedError
 
 # The families' settings for the scale of logits.
-_MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling",)
 # Errors of a model's forward for unsuitable inputs.
 FORWARD_ERRORS = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)

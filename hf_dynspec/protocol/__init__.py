@@ -7,7 +7,7 @@ Positions count the tokens of the text from 0, padding not among them.
 from .candidates import Candidates, Draws, SparseDistribution
 from .feedback import BackgroundWork, Needs, Prompt, Verdict
 from .shortlists import BlockLayout, BlockShortlist, JoinedShortlist, Shortlist
-from .vocabulary import HeadRows, VocabularyInfo
+from .vocabulary import HeadRows, OwnClusters, VocabularyInfo
 
 __all__ = [
     "BackgroundWork",
@@ -18,6 +18,7 @@ __all__ = [
     "HeadRows",
     "JoinedShortlist",
     "Needs",
+    "OwnClusters",
     "Prompt",
     "Shortlist",
     "SparseDistribution",

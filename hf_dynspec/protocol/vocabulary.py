@@ -7,6 +7,21 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
+class OwnClusters:
+    """The clusters that a drafter was trained to choose its tokens from.
+
+    Args:
+        of_tokens: int64 `[V]` on the CPU: the cluster of each token id. Every cluster has a token.
+        centroids: `[M, d]`: a cluster's score is the product of its centroid with the hidden state.
+        chosen: the best clusters that the drafter scores tokens of at each draft step, at most `M`.
+    """
+
+    of_tokens: torch.Tensor
+    centroids: torch.Tensor
+    chosen: int
+
+
+@dataclass(frozen=True, eq=False)
 class HeadRows:
     """The rows of an output projection, as they lie in the model: to be read, and never written to or copied whole.
 
@@ -15,11 +30,13 @@ class HeadRows:
         bias: `[V]`, or None.
         token_ids: int64 `[V]`: the token id that each row scores, without repeats; None where row `i` scores id `i`.
             Rows past the vocabulary's size are padding.
+        clusters: the drafter's own clusters of tokens; None where it has none.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     token_ids: torch.Tensor | None = None
+    clusters: OwnClusters | None = None
 
 
 @dataclass(frozen=True)

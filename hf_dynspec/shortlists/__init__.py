@@ -25,6 +25,7 @@ from .frequency import FrequencyShortlist
 from .full import FullShortlist
 from .hybrid import HybridShortlist
 from .in_context import InContextShortlist
+from .native import NativeShortlist
 from .registry import as_policy, policy_class, register_policy
 from .retrieval import CooccurrenceGraph, RetrievalShortlist
 from .router import Router, RouterShortlist
@@ -40,6 +41,7 @@ register_policy(HybridShortlist)
 register_policy(RetrievalShortlist)
 register_policy(ScreenShortlist)
 register_policy(CoralShortlist)
+register_policy(NativeShortlist)
 register_policy(AutomaticShortlist)
 POLICY_DATA[CooccurrenceGraph.name] = CooccurrenceGraph
 
@@ -57,6 +59,7 @@ __all__ = [
     "FullShortlist",
     "HybridShortlist",
     "InContextShortlist",
+    "NativeShortlist",
     "OneOf",
     "RetrievalShortlist",
     "Router",

@@ -41,6 +41,9 @@ class ShortlistState(ABC):
             depth: the draft step, counted from 0 in each round.
             token_ids: int64 `[m]`: the tokens whose successors are about to be drafted (1 for a chain).
             features: `[m, d]`: the drafter's hidden states at those tokens.
+
+        For a drafter of blocks it is called once in a round, at step 0, with the last verified token, `[1]`, and the
+        hidden states of all places of the block, `[n, d]`, which all have the shortlist that it returns.
         """
 
     # Policies that learn nothing from the context override none of these.

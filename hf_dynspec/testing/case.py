@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..errors import PolicyError
-from ..protocol import HeadRows, Needs, Prompt, Shortlist, Verdict, VocabularyInfo
+from ..protocol import HeadRows, Needs, OwnClusters, Prompt, Shortlist, Verdict, VocabularyInfo
 from ..shortlists import ShortlistPolicy, ShortlistState
 from ..shortlists.base import start_state
 from ..shortlists.validation import validated
@@ -21,6 +21,8 @@ PADDING = 20
 SMALLEST_VOCABULARY, WIDTH_UNIT = 100, 8
 NEW_TOKENS = 14
 _PROMPT_LENGTH, _LONG_PROMPT, _ROUNDS = 12, 30, 12
+# Of the artificial drafter's own.
+_CLUSTERS = 12
 
 
 class PolicyCase:
@@ -53,7 +55,9 @@ class PolicyCase:
         if self.needs.drafter_rows:
             count = size if draftable is None else draftable.shape[0]
             weight = torch.randn(count, self.hidden_size, generator=generator)
-            rows["drafter_rows"] = HeadRows(weight, token_ids=draftable)
+            centroids = torch.randn(_CLUSTERS, self.hidden_size, generator=torch.Generator().manual_seed(2))
+            clusters = OwnClusters(torch.arange(size) % _CLUSTERS, centroids, 3)
+            rows["drafter_rows"] = HeadRows(weight, token_ids=draftable, clusters=clusters)
         if self.needs.target_rows:
             rows["target_rows"] = HeadRows(torch.randn(size + PADDING, self.hidden_size, generator=generator))
         return VocabularyInfo(size, eos, torch.device("cpu"), draftable, self.hidden_size, **rows)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from beside_targets import TOKENS, dflash, gemma4, gemma4_assistant
 from cases import pairwise, representatives
 from eagle_heads import agreeing_head, soft
-from models import EOS, POLICY_CASES, character_tokenizer, prompt
+from models import EOS, POLICY_CASES, character_tokenizer, prompt, tiny
 from transformers import StoppingCriteria
 
 from hf_dynspec import DynSpecAssistant, EagleDrafter, OnlineAlignment, TreeConfig
@@ -191,6 +192,20 @@ class TestWaits:
         model = soft(eos_token_id=None)
         model.generation_config.eos_token_id = None
         assert_waits(rounds(model, checkpoint, POLICY_CASES[policy](), tree, do_sample=do_sample))
+
+    @pytest.mark.parametrize(("policy", "do_sample"), [("native", False), ("native", True), ("full", True)])
+    def test_of_gemma_4s_assistants(self, policy, do_sample):
+        model = gemma4(eos_token_id=None)
+        model.generation_config.eos_token_id = None
+        # transformers' layers with a window wait once, when the prompt is read.
+        assert_waits(rounds(model, gemma4_assistant(model), policy, do_sample=do_sample)[1:])
+
+    @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+    def test_of_drafters_of_blocks(self, do_sample):
+        model = tiny(vocabulary=TOKENS, num_hidden_layers=4, eos_token_id=None)
+        model.generation_config.eos_token_id = None
+        # Likewise, when the first block is drafted.
+        assert_waits(rounds(model, dflash(model), "hybrid", do_sample=do_sample)[1:])
 
     @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
     @pytest.mark.parametrize("kind", ["independent", "eagle3"])

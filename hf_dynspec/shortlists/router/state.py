@@ -30,8 +30,6 @@ class RouterState(ShortlistState):
         mass: float,
         packed: bool,
     ):
-        # Empty clusters would waste the budget, and alone give an empty shortlist.
-        self._router = router.to(device).without(layout.is_empty)
         # Logits of a softmax are only comparable with those of the same hidden state.
         self._is_softmax = not router.looks_ahead and router.centroids is None
         self._layout = layout
@@ -40,13 +38,19 @@ class RouterState(ShortlistState):
         # bool [M + 1]: a choice of no cluster. The pinned tokens, which count as one more, are on every shortlist.
         self._none_chosen = functional.pad(torch.zeros_like(layout.is_empty), (0, 1), value=True)
         self.layout = layout.blocks if packed else None
+        self._version = 0
+        self._use(router.to(device))
+        # The router runs beside the drafter's layers, and `select` makes the drafter's stream wait for it.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and router.looks_ahead else None
+
+    def _use(self, router: Router) -> None:
+        """Score clusters by this router, which lies on the state's device."""
+        # Empty clusters would waste the budget, and alone give an empty shortlist.
+        self._router = router.without(self._layout.is_empty)
         self._scores: torch.Tensor | None = None
         self._features: torch.Tensor | None = None
         # The last shortlist and its budget; None after new scores.
         self._shown: tuple[int, Shortlist] | None = None
-        self._version = 0
-        # The router runs beside the drafter's layers, and `select` makes the drafter's stream wait for it.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and router.looks_ahead else None
 
     def observe_draft_inputs(self, embeddings: torch.Tensor, features: torch.Tensor) -> None:
         if not self._router.looks_ahead:
