@@ -7,8 +7,9 @@ from ..modeling.parts import unwrapped
 from .base import Drafter, DrafterState
 from .causal_lm import CausalLMDrafter
 from .eagle.drafter import EagleDrafter
+from .mtp.drafter import MtpDrafter
 
-__all__ = ["CausalLMDrafter", "Drafter", "DrafterState", "EagleDrafter", "as_drafter"]
+__all__ = ["CausalLMDrafter", "Drafter", "DrafterState", "EagleDrafter", "MtpDrafter", "as_drafter"]
 
 
 def as_drafter(drafter: Any) -> Drafter:

@@ -1,0 +1,208 @@
+"""Reading multi-token-prediction layers from a target's checkpoint, where `from_pretrained` leaves them.
+
+There are three layouts, by the names of tensors:
+
+- `layers.{n + k}.*`, after the target's own `n` layers: DeepSeek-V3, GLM-4-MoE, Sarvam.
+- `mtp.*`, in which the projection and the norms lie beside the layers: Qwen3-Next, Qwen3.5, Mellum.
+- `model.mtp_layers.{k}.*`: MiMo.
+
+Names and shapes are checked on the meta device, by the conversion that then loads the tensors.
+"""
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging
+
+from ...artifacts.hub import is_folder, local_folder
+from ...artifacts.tensors import TensorHeader, open_safetensors, read_headers
+from ...errors import ArtifactError, naming_source
+from ...files import is_there
+from ...modeling.parts import decoder_of
+from ..eagle.checkpoint_files import (
+    CONFIG_FILE,
+    FETCH_AGAIN,
+    FLOATS,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    read_weight_map,
+    shards_of,
+)
+from .layers import MtpLayers
+
+# Of a whole model: only headers are read of the tensors of other parts.
+_MOST_TENSORS = 2**18
+_MOST_BYTES = 2**43
+_MOST_SHOWN = 8
+# A tensor of each layer, and whether the layer's projection reads the hidden state before the embedding.
+_LAYOUTS = (
+    (re.compile(r"((?:.+\.)?layers\.)(\d+)\.eh_proj\.weight"), False),
+    (re.compile(r"(mtp\.layers\.)(\d+)\.input_layernorm\.weight"), False),
+    (re.compile(r"(model\.mtp_layers\.)(\d+)\.input_proj\.weight"), True),
+)
+_LOOKED_FOR = "layers.N.eh_proj (as DeepSeek-V3), mtp.layers.N (as Qwen3-Next), model.mtp_layers.N (as MiMo)"
+# The parts of transformers' `MtpLayer` by their names in files. All others are those of its decoder layer.
+_PARTS = {
+    **dict.fromkeys(("enorm", "pre_fc_norm_embedding", "token_layernorm"), "enorm"),
+    **dict.fromkeys(("hnorm", "pre_fc_norm_hidden", "hidden_layernorm"), "hnorm"),
+    **dict.fromkeys(("eh_proj", "fc", "input_proj"), "eh_proj"),
+    **dict.fromkeys(("shared_head.norm", "norm", "final_layernorm"), "post_norm"),
+}
+# Matrices that a checkpoint may have in place of the target's, or copies of these.
+_LENT = {"shared_head.head": "head", "lm_head": "head", "embed_tokens": "embedding"}
+
+
+def read_layers(
+    target: PreTrainedModel,
+    lent: Mapping[str, torch.Tensor],
+    path_or_repo: str | os.PathLike | None = None,
+    **options: Any,
+) -> tuple[MtpLayers, dict[str, torch.Tensor]]:
+    """Read the layers that draft for a target, in the dtype and on the device of its output projection.
+
+    Args:
+        target: the target.
+        lent: its `"head"` and `"embedding"`, `[V, d]`.
+        path_or_repo: a folder or a repository (None: the one that the target was loaded from).
+        options: `revision`, `cache_dir` and `token` of a repository.
+
+    Returns:
+        The layers, and the matrices of the checkpoint that replace lent ones.
+
+    Raises:
+        ArtifactError: there is no checkpoint, it has no such layers, or they are damaged, quantised, pickled, or of
+            other shapes than the target's configuration says. No memory has been taken then.
+        UnsupportedError: as `MtpLayers`.
+    """
+    source = path_or_repo or target.name_or_path
+    if not source:
+        fix = "Load it by from_pretrained, or say in path_or_repo where its checkpoint is."
+        raise ArtifactError("target", "was not loaded from a checkpoint, which would hold its MTP layers", fix)
+    if path_or_repo is None and not is_folder(source):
+        options["revision"] = options.get("revision") or getattr(target.config, "_commit_hash", None)
+    with naming_source(source), ExitStack() as stack:
+        folder, files = _fetch(source, options)
+        headers = read_headers(files, _MOST_TENSORS, _MOST_BYTES)
+        held = {name: header for some in headers.values() for name, header in some.items()}
+        names, count, hidden_first = _find(held, files[0].name)
+        _require_floats({name: held[name] for name in names.values()})
+        layers = MtpLayers(target, count, hidden_first)
+        mapping = get_model_conversion_mapping(decoder_of(target))
+        opened = [stack.enter_context(open_safetensors(folder / name)) for name in headers]
+        slices = {name: file.get_slice(name) for file in opened for name in file.keys()}
+        replaced, dtype, device = {}, lent["head"].dtype, lent["head"].device
+        for name, kind in _LENT.items():
+            given = [names.pop(f"layers.{at}.mtp_block.{name}.weight", None) for at in range(count)]
+            given = [one for one in given if one is not None]
+            if given and not all(_are_copies(slices[one], lent[kind], one) for one in given):
+                if count > 1:
+                    problem = "is not the target's, and there are several layers"
+                    raise ArtifactError(given[0], problem, "Use a checkpoint whose layers share the target's.")
+                replaced[kind] = given[0]
+        for one in layers.parameters():
+            one.data = one.data.to(dtype)
+        empty = {name: torch.empty(held[given].shape, device="meta") for name, given in names.items()}
+        _convert(layers, empty, mapping, dtype, torch.device("meta"))
+        _convert(layers, {name: slices[given] for name, given in names.items()}, mapping, dtype, device)
+        for name, one in layers.named_parameters():
+            if not bool(one.isfinite().all()):
+                raise ArtifactError(names.get(name, name), "holds NaN or infinity", FETCH_AGAIN)
+        return layers, {kind: slices[name][:].to(device, dtype) for kind, name in replaced.items()}
+
+
+def _fetch(source: str | os.PathLike, options: Mapping[str, Any]) -> tuple[Path, list[Path]]:
+    """The folder of a checkpoint, all of one commit, and its files of tensors that hold MTP layers, if there is an
+    index; else its only file."""
+    folder = local_folder(source, [CONFIG_FILE, INDEX_FILE], **options)
+    if not is_folder(source):
+        options = {**options, "revision": folder.name}
+    names = [WEIGHTS_FILE]
+    if is_there(folder / INDEX_FILE):
+        places = read_weight_map(folder)
+        names = sorted({places[name] for name in _find(places, INDEX_FILE)[0].values()})
+    folder = local_folder(source, names, **options)
+    if names == [WEIGHTS_FILE] and not is_there(folder / WEIGHTS_FILE):
+        pickles = sorted(file.name for file in folder.glob("*.bin"))
+        problem = f"is not in {folder}" + f", and {pickles[0]} is a pickle" * bool(pickles)
+        raise ArtifactError(WEIGHTS_FILE, problem, "MTP layers are read from safetensors only.")
+    return folder, shards_of(folder, names)
+
+
+def _find(held: Collection[str], source: str) -> tuple[dict[str, str], int, bool]:
+    """The tensors' names in a checkpoint by their names in `MtpLayers`, the number of layers, and whether their
+    projections read the hidden state first."""
+    for pattern, hidden_first in _LAYOUTS:
+        found = [match for match in map(pattern.fullmatch, held) if match]
+        if not found:
+            continue
+        stem, first = found[0][1], min(int(match[2]) for match in found)
+        count = len({match[2] for match in found})
+        names = {}
+        for name in held:
+            rest, layers = name, range(count)
+            if name.startswith(stem):
+                at, _, rest = name.removeprefix(stem).partition(".")
+                layers = range(int(at) - first, int(at) - first + 1) if at.isdigit() else ()
+            elif stem.startswith("mtp.") and name.startswith("mtp."):
+                # Beside the layers, for all of them.
+                rest = name.removeprefix("mtp.")
+            else:
+                continue
+            part, _, last = rest.rpartition(".")
+            part = _PARTS.get(part) or f"mtp_block.{part}"
+            names |= {f"layers.{at}.{part}.{last}": name for at in layers if 0 <= at < count}
+        return names, count, hidden_first
+    problem = f"has no multi-token-prediction layers; looked for {_LOOKED_FOR}"
+    raise ArtifactError(source, problem, "Say in path_or_repo where the target's full checkpoint is.")
+
+
+def _require_floats(headers: Mapping[str, TensorHeader]) -> None:
+    for name, header in headers.items():
+        if header.dtype not in FLOATS.values():
+            problem = f"has the dtype {str(header.dtype).removeprefix('torch.')}, as in quantised checkpoints"
+            fix = "Say in path_or_repo where a checkpoint of 16 or 32 bits is."
+            raise ArtifactError(name, problem, fix)
+
+
+def _are_copies(stored: Any, lent: torch.Tensor, name: str) -> bool:
+    """Whether a matrix of a file, as a slice of safetensors, has the lent one's numbers in a sample of rows."""
+    shape = tuple(stored.get_shape())
+    if shape != tuple(lent.shape):
+        problem = f"has shape {list(shape)}, and the target's {list(lent.shape)}"
+        raise ArtifactError(name, problem, "Use the checkpoint of this target.")
+    rows = range(0, shape[0], max(1, shape[0] // 64))
+    mine = torch.cat([stored[row : row + 1] for row in rows])
+    return torch.equal(lent[list(rows)].cpu(), mine.to(lent.dtype))
+
+
+def _convert(
+    layers: MtpLayers, tensors: Mapping[str, Any], mapping: list[Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Load tensors as transformers loads the target's, for which it may stack experts."""
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        config = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=dtype)
+        found, _ = convert_and_load_state_dict_in_model(layers, dict(tensors), config)
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
+    problems = [f"missing {name}" for name in sorted(found.missing_keys)]
+    problems += [f"unexpected {name}" for name in sorted(found.unexpected_keys)]
+    problems += [f"{name} has shape {list(its)}, expected {list(shape)}" for name, its, shape in found.mismatched_keys]
+    problems += [f"{name}: {text!s:.200}" for name, text in found.conversion_errors.items()]
+    if problems:
+        shown = "; ".join(problems[:_MOST_SHOWN]) + f"; and {len(problems) - _MOST_SHOWN} more" * (
+            len(problems) > _MOST_SHOWN
+        )
+        problem = f"do not fit the target's configuration: {shown}"
+        raise ArtifactError("MTP layers", problem, "Use the checkpoint of this target.")

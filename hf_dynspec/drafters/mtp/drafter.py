@@ -1,0 +1,150 @@
+"""Multi-token-prediction (MTP) layers as drafters.
+
+DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2: the layers are trained with the target, layer `k` to
+predict the token `k + 2` places on from the hidden state of layer `k − 1` and the embeddings of the tokens between.
+Drafting goes on after the last layer with its own hidden state (section 5.4.3 uses one layer for one token).
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
+
+from ...errors import ArtifactError, UnsupportedError
+from ...modeling.head import DynamicLMHead
+from ...modeling.masks import require_tree_masks
+from ...modeling.parts import unwrapped
+from ..base import Drafter, UnrolledStep
+from ..weights_watch import WeightsWatch
+from .checkpoint import read_layers
+from .layers import MtpLayers
+from .state import MtpState
+
+
+class MtpDrafter(Drafter):
+    """The MTP layers of a target, which `from_pretrained` of transformers leaves in the checkpoint.
+
+    The target is not modified. Its embedding is used without copying, and its output projection too, unless the
+    checkpoint has another one for the layers (`shared_head.head`).
+
+    Args:
+        target: a decoder-only model of transformers.
+        path_or_repo, options: as `read_layers`.
+
+    Attributes:
+        module: the layers. The target's weights are no part of it.
+
+    Raises:
+        ArtifactError: as `from_pretrained`.
+        UnsupportedError: as `from_pretrained`.
+    """
+
+    module: MtpLayers
+
+    def __init__(self, target: PreTrainedModel, path_or_repo: str | os.PathLike | None = None, **options: object):
+        target = unwrapped(target)
+        if target.config.is_encoder_decoder:
+            raise UnsupportedError(f"{type(target).__name__} is an encoder-decoder model, which has no MTP layers.")
+        embeddings = target.get_input_embeddings()
+        is_plain = type(embeddings).forward is nn.Embedding.forward and embeddings.weight.is_floating_point()
+        if not is_plain or embeddings.weight.device.type == "meta":
+            raise UnsupportedError(
+                f"{type(target).__name__} scales, normalises, packs or offloads its embeddings, and MTP layers read "
+                "plain rows. Load the target whole and unquantised, or use another drafter."
+            )
+        config = target.config.get_text_config()
+        self.reads = (config.num_hidden_layers,)
+        self._sizes = config.hidden_size, config.vocab_size
+        self._target = weakref.ref(target)
+        self._lock = threading.RLock()
+        self._version = 0
+        lent = {"head": DynamicLMHead.from_model(target).weight, "embedding": embeddings.weight.detach()}
+        self.module, self._own = read_layers(target, lent, path_or_repo, **options)
+        self.module.eval()
+        self._follow_target(target)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: PreTrainedModel,
+        path_or_repo: str | os.PathLike | None = None,
+        *,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike | None = None,
+        token: str | bool | None = None,
+    ) -> "MtpDrafter":
+        """Load the MTP layers of DeepSeek-V3, GLM-4-MoE, Qwen3-Next, Qwen3.5, MiMo, and others with their layouts.
+
+        Args:
+            target: the model that they were trained with.
+            path_or_repo: a folder or a repository on the Hub with the layers (None: where the target was loaded from).
+            revision: the branch, tag or commit of a repository, resolved to one commit for all files.
+            cache_dir: the folder for downloads (None: the Hub's usual cache).
+            token: for a private repository (None: the one that you are logged in with).
+
+        Raises:
+            ArtifactError: the target was not loaded from a checkpoint; there are no MTP layers, which names were looked
+                for; or they are damaged, quantised, pickled, or of other shapes than the target's configuration says.
+            UnsupportedError: this transformers has no MTP layers (5.24 has), or not of this family.
+        """
+        return cls(target, path_or_repo, revision=revision, cache_dir=cache_dir, token=token)
+
+    def _follow_target(self, target: PreTrainedModel) -> None:
+        """Reference the target's weights, and bring the layers to them."""
+        self._is_current = False
+        shared = DynamicLMHead.from_model(target)
+        for one in self.module.parameters():
+            one.data = one.data.to(shared.weight)
+        self.module.to(shared.device)
+        own = {kind: tensor.to(shared.weight) for kind, tensor in self._own.items()}
+        self.head = shared.anew(own["head"], None) if "head" in own else shared
+        self._embedding = own.get("embedding", target.get_input_embeddings().weight.detach())
+        projection = target.get_output_embeddings()
+        self._watches = [WeightsWatch(one, samples=True) for one in (projection, target.get_input_embeddings())]
+        self._watches.append(WeightsWatch(self.module))
+        self._is_current = True
+
+    @property
+    def weights_version(self) -> int:
+        with self._lock:
+            target = self._target()
+            # After the target is gone, its last weights are used.
+            if target is not None and self._has_changed(target):
+                self._follow_target(target)
+                self._version += 1
+            return self._version
+
+    def _has_changed(self, target: PreTrainedModel) -> bool:
+        parts = target.get_output_embeddings(), target.get_input_embeddings()
+        are_others = any(watch.module is not part for watch, part in zip(self._watches[:2], parts, strict=True))
+        return not self._is_current or are_others or any(watch.has_changed() for watch in self._watches)
+
+    def require_target(self, target: PreTrainedModel) -> None:
+        config = target.config.get_text_config()
+        if (config.hidden_size, config.vocab_size) != self._sizes:
+            sizes = "hidden states of {} and {} tokens"
+            problem = f"are for {sizes.format(*self._sizes)}; it has {config.hidden_size} and {config.vocab_size}"
+            raise ArtifactError("MTP layers", problem, "Load the layers of this target.")
+
+    def require_trees(self) -> None:
+        require_tree_masks(self.module)
+
+    @property
+    def num_embeddings(self) -> int:
+        return self._embedding.shape[0]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return embedding(token_ids.to(self._embedding.device), self._embedding).to(self.head.weight)
+
+    def unroll(
+        self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
+    ) -> Iterator[UnrolledStep]:
+        raise NotImplementedError("MTP layers are not trained here")
+
+    def start(self) -> MtpState:
+        return MtpState(self.module, self.embed, lambda: self.head.weight)

@@ -1,0 +1,107 @@
+"""The multi-token-prediction layers of a target, built of transformers' own modules.
+
+DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2: layer `k` joins the hidden state of depth `k − 1` at a
+token with the embedding of the next one, and runs one decoder layer.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from ...cache_names import CACHE
+from ...errors import UnsupportedError
+from ...modeling.masks import attention_windows
+from ...modeling.parts import decoder_of
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_MASKS = {_FULL: create_causal_mask, _SLIDING: create_sliding_window_causal_mask}
+
+
+class MtpLayers(nn.Module):
+    """The layers with their own weights alone; embedding, rotation and output projection are the target's.
+
+    Args:
+        target: a model of transformers, whose class of decoder layers and of norms they have.
+        count: the number of layers.
+        hidden_first: the projection reads `cat(hidden, embedding)` (MiMo), not `cat(embedding, hidden)`.
+
+    Attributes:
+        config: the text configuration of these layers alone.
+        layers: transformers' `MtpLayer`s, on the meta device until they are loaded.
+        windows: for each layer the most positions that it looks back on (None: all).
+
+    Raises:
+        UnsupportedError: this transformers has no such layers, or the target's cache more than keys and values.
+    """
+
+    def __init__(self, target: PreTrainedModel, count: int, hidden_first: bool = False):
+        super().__init__()
+        try:
+            from transformers.modeling_layers import MtpLayer
+        except ImportError:
+            raise UnsupportedError("MTP layers need transformers 5.24 or newer: update it.") from None
+        decoder = decoder_of(target)
+        self.config = _layers_config(target, count)
+        self.config.mtp_hidden_states_first = hidden_first
+        kinds = getattr(self.config, "layer_types", None) or [*attention_windows(self.config)] * count
+        others = set(kinds) - set(_MASKS)
+        if others or hasattr(self.config, "chain_hidden_post_norm") or not hasattr(decoder, "rotary_emb"):
+            kind = f"layers of the kind {min(others)}" if others else "another layout of MTP layers"
+            raise UnsupportedError(f"{type(target).__name__} has {kind}, which this package does not know.")
+        self.windows = [attention_windows(self.config)[kind] for kind in kinds]
+        self._kinds = kinds
+        layer, norm = type(decoder.layers[-1]), type(decoder.norm)
+        with torch.device("meta"):
+            self.layers = nn.ModuleList([MtpLayer(self.config, layer, norm, at) for at in range(count)])
+        # Not a part of this module: it is the target's.
+        self._rotary = (decoder.rotary_emb,)
+
+    def forward(
+        self,
+        at: int,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Cache,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Append rows to a layer's keys and values.
+
+        Args:
+            at: the layer's index.
+            embedded: `[m, d]`: the embeddings of the tokens.
+            hidden: `[m, d]`: the hidden states at the tokens before these, of the layer before.
+            positions: int64 `[m]`: the tokens' positions.
+            cache: with the earlier rows of all layers.
+            mask: `[1, 1, m, rows]`, as `attention_mask` returns it (None: rows see all before them).
+
+        Returns:
+            `[m, d]`: the hidden states at the tokens, after the final norm.
+        """
+        embedded, hidden, positions = embedded.unsqueeze(0), hidden.unsqueeze(0), positions.unsqueeze(0)
+        if mask is None:
+            make = _MASKS[self._kinds[at]]
+            mask = make(self.config, embedded, None, cache, position_ids=positions, layer_idx=at)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        by_kind = {"layer_type": self._kinds[at]} if self.config.nested_rope_parameter_keys(rope) else {}
+        rotation = self._rotary[0](embedded, position_ids=positions, **by_kind)
+        return self.layers[at](embedded, hidden, rotation, mask, positions, **{CACHE: cache})[0]
+
+
+def _layers_config(target: PreTrainedModel, count: int) -> PreTrainedConfig:
+    """transformers' configuration of MTP layers. Families that it builds none for get layers of full attention, and
+    the kind of MLP that the target's last layer has."""
+    config: Any = copy.deepcopy(target.config.get_text_config())
+    config.num_mtp_layers = count
+    for name, default in (("layer_types", _FULL), ("mlp_layer_types", None)):
+        kinds = getattr(config, name, None)
+        if kinds and not getattr(config, f"mtp_{name}", None):
+            setattr(config, f"mtp_{name}", [default or kinds[-1]] * count)
+    config = config.get_mtp_config()
+    if getattr(config, "mlp_only_layers", None):
+        config.mlp_only_layers = []
+    return config
