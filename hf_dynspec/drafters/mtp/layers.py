@@ -38,6 +38,9 @@ class MtpLayers(nn.Module):
         UnsupportedError: this transformers has no such layers, or the target's cache more than keys and values.
     """
 
+    # transformers' loading of weights asks for it.
+    base_model_prefix = "model"
+
     def __init__(self, target: PreTrainedModel, count: int, hidden_first: bool = False):
         super().__init__()
         try:
