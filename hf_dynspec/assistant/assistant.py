@@ -7,8 +7,9 @@ from transformers import PreTrainedModel
 
 from ..alignment.aligner import Aligner
 from ..alignment.settings import OnlineAlignment
-from ..drafters import Drafter, as_drafter
+from ..drafters import Drafter, as_drafter, require_drafter_name
 from ..drafting.settings import as_tree_config, drafting_config
+from ..modeling.parts import unwrapped
 from ..shortlists import ShortlistPolicy, as_policy
 from ..tree_config import TreeConfig
 from .bound import BoundAssistant
@@ -37,7 +38,8 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     Args:
         drafter: a decoder-only causal language model of transformers with the target's tokenizer, which may be in
-            wrappers (peft, `torch.compile`), or an `EagleDrafter`.
+            wrappers (peft, `torch.compile`), an `EagleDrafter`, or an `MtpDrafter`. `"mtp"` reads the latter from the
+            checkpoint of each target that it is bound to.
         policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`, `"screen"`,
             or `"auto"` for the fastest of several in each round), or None for `HybridShortlist()`, which needs nothing
             built or trained.
@@ -70,7 +72,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     def __init__(
         self,
-        drafter: PreTrainedModel | Drafter,
+        drafter: PreTrainedModel | Drafter | str,
         policy: ShortlistPolicy | str | None = None,
         *,
         target: PreTrainedModel | None = None,
@@ -88,16 +90,28 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         self._policy = as_policy(policy)
         self.generation_config = drafting_config(drafter, num_assistant_tokens, assistant_confidence_threshold)
         self._tree = as_tree_config(tree)
-        self._drafter = as_drafter(drafter)
+        self._drafter_name = require_drafter_name(drafter) if isinstance(drafter, str) else None
+        self._drafter = None if self._drafter_name and target is None else as_drafter(drafter, target)
         self._given_tokenizer = tokenizer
         self._tokenizer = tokenizer
         self.profile = profile
         self.measure_coverage = measure_coverage
         self._fast_target_head = fast_target_head
         self._validate = validate
-        self._aligner = None if alignment is None else Aligner(self._drafter, alignment)
+        self._aligner = None if alignment is None else Aligner(self.drafter, alignment)
         if target is not None:
             self.bind(target)
+
+    def bind(self, target: PreTrainedModel) -> "DynSpecAssistant":
+        """See `BoundAssistant.bind`. Raises ArtifactError also if the target lacks the drafter that was named."""
+        before, target = self._drafter, unwrapped(target)
+        if self._drafter_name is not None and (before is None or not before.is_of(target)):
+            self._drafter = as_drafter(self._drafter_name, target)
+        try:
+            return super().bind(target)
+        except BaseException:
+            self._drafter = before
+            raise
 
     # Settings ------------------------------------------------------------------------------------------------------
 
@@ -112,17 +126,20 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     @property
     def drafter(self) -> Drafter:
-        """What drafts. May be assigned: whatever the constructor takes."""
-        return self._drafter
+        """What drafts. May be assigned: whatever the constructor takes. One of a target is known once it is bound."""
+        return as_drafter(self._drafter_name) if self._drafter is None else self._drafter
 
     @drafter.setter
-    def drafter(self, drafter: PreTrainedModel | Drafter) -> None:
-        drafter, before = as_drafter(drafter), self._aligner
+    def drafter(self, drafter: PreTrainedModel | Drafter | str) -> None:
+        name, before = require_drafter_name(drafter) if isinstance(drafter, str) else None, self._aligner
+        # A named drafter is made once there is a target; an aligner copies it now.
+        drafter = None if name and self.target is None and before is None else as_drafter(drafter, self.target)
+        changed = {"_drafter": drafter, "_drafter_name": name}
         if before is None or drafter is self._drafter:
-            self._change(_drafter=drafter)
+            self._change(**changed)
             return
         with before.standing_aside(self):
-            self._change(_drafter=drafter, _aligner=Aligner(drafter, before.settings, before))
+            self._change(**changed, _aligner=Aligner(drafter, before.settings, before))
 
     @property
     def alignment(self) -> Aligner | None:

@@ -124,6 +124,10 @@ class MtpDrafter(Drafter):
         are_others = any(watch.module is not part for watch, part in zip(self._watches[:2], parts, strict=True))
         return not self._is_current or are_others or any(watch.has_changed() for watch in self._watches)
 
+    def is_of(self, target: PreTrainedModel) -> bool:
+        """Whether the layers were loaded for this model object."""
+        return self._target() is target
+
     def require_target(self, target: PreTrainedModel) -> None:
         config = target.config.get_text_config()
         if (config.hidden_size, config.vocab_size) != self._sizes:
