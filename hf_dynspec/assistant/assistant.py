@@ -105,7 +105,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
     def bind(self, target: PreTrainedModel) -> "DynSpecAssistant":
         """See `BoundAssistant.bind`. Raises ArtifactError also if the target lacks the drafter that was named."""
         before, target = self._drafter, unwrapped(target)
-        if self._drafter_name is not None and (before is None or not before.is_of(target)):
+        if self._drafter_name is not None and (before is None or before.target is not target):
             self._drafter = as_drafter(self._drafter_name, target)
         try:
             return super().bind(target)

@@ -1,12 +1,13 @@
 """The models that an artifact names. They are fetched from the Hub only, and without their code."""
 
 import os
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
 from ..artifacts.config import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, ModelReference
 from ..artifacts.hub import download_snapshot
-from ..drafters import CausalLMDrafter, Drafter, EagleDrafter
+from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, MtpDrafter
 from ..drafters.eagle.checkpoint_files import HEAD_FILES
 from ..errors import ArtifactError, ConfigurationError
 from ..files import is_there, read_file
@@ -53,6 +54,9 @@ def drafter_reference(drafter: Drafter) -> ModelReference | None:
     """The reference to a drafter, or None if it does not name its source."""
     if isinstance(drafter, CausalLMDrafter):
         return model_reference(drafter.model)
+    if isinstance(drafter, MtpDrafter):
+        target = model_reference(drafter.target)
+        return target and replace(target, architecture=MtpDrafter.__name__)
     if not isinstance(drafter, EagleDrafter) or drafter.checkpoint.folder is None:
         return None
     return ModelReference(drafter.checkpoint.folder, architecture=EagleDrafter.__name__)
@@ -65,7 +69,7 @@ def load_named_drafter(
     token: str | bool | None = None,
 ) -> PreTrainedModel | Drafter:
     """Load an artifact's drafter at its commit: a causal language model in the target's dtype and on its device, or an
-    EAGLE head.
+    EAGLE head. MTP layers are those of this target.
 
     Raises:
         ArtifactError: the artifact names none, or it is not on the Hub, needs code of its own, is an adapter, or
@@ -73,6 +77,8 @@ def load_named_drafter(
     """
     if reference is None:
         raise ArtifactError(_FIELD, "names no drafter", _LOAD_IT_YOURSELF)
+    if reference.architecture == MtpDrafter.__name__:
+        return MtpDrafter.from_pretrained(target, cache_dir=cache_dir, token=token)
     is_head, name = reference.architecture == EagleDrafter.__name__, reference.hub_id
     if name is None:
         kind, more = ("EagleDrafter", ", target=target") if is_head else ("AutoModelForCausalLM", "")

@@ -27,8 +27,8 @@ def require_drafter_name(name: str) -> str:
     """Return the name of a drafter that targets bring with them; another one is a `ConfigurationError`."""
     if name not in _OF_TARGETS:
         raise ConfigurationError(
-            f"drafter must be {' or '.join(map(repr, _OF_TARGETS))} if it is a name, got {shown_value(name)}. Load any "
-            "other by AutoModelForCausalLM.from_pretrained or EagleDrafter.from_pretrained."
+            f"there is no drafter named {shown_value(name)}: there is {', '.join(_OF_TARGETS)}. Load a model by "
+            "AutoModelForCausalLM.from_pretrained or EagleDrafter.from_pretrained."
         )
     return name
 
@@ -58,6 +58,6 @@ def as_drafter(drafter: Any, target: Any = None) -> Drafter:
     if isinstance(model, PreTrainedModel):
         return CausalLMDrafter(model)
     raise UnsupportedError(
-        f"a drafter must be a transformers causal language model, an EagleDrafter or 'mtp', got {type(drafter).__name__}. "
-        "Load it with AutoModelForCausalLM.from_pretrained or EagleDrafter.from_pretrained."
+        "a drafter must be a transformers causal language model, an EagleDrafter or 'mtp', got "
+        f"{type(drafter).__name__}. Load it with AutoModelForCausalLM.from_pretrained or EagleDrafter.from_pretrained."
     )

@@ -24,7 +24,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from ...artifacts.hub import is_folder, local_folder
-from ...artifacts.tensors import TensorHeader, open_safetensors, read_headers
+from ...artifacts.tensors import open_safetensors, read_headers
 from ...errors import ArtifactError, naming_source
 from ...files import is_there
 from ...modeling.parts import decoder_of
@@ -80,7 +80,7 @@ def read_layers(
 
     Raises:
         ArtifactError: there is no checkpoint, it has no such layers, or they are damaged, quantised, pickled, or of
-            other shapes than the target's configuration says. No memory has been taken then.
+            other shapes than the target's configuration says. Shapes and dtypes are checked before memory is taken.
         UnsupportedError: as `MtpLayers`.
     """
     source = path_or_repo or target.name_or_path
@@ -90,51 +90,57 @@ def read_layers(
     if path_or_repo is None and not is_folder(source):
         options["revision"] = options.get("revision") or getattr(target.config, "_commit_hash", None)
     with naming_source(source), ExitStack() as stack:
-        folder, files = _fetch(source, options)
+        files = _fetch(source, options)
         headers = read_headers(files, _MOST_TENSORS, _MOST_BYTES)
         held = {name: header for some in headers.values() for name, header in some.items()}
         names, count, hidden_first = _find(held, files[0].name)
-        _require_floats({name: held[name] for name in names.values()})
+        for name in names.values():
+            if held[name].dtype not in FLOATS.values():
+                problem = f"has the dtype {str(held[name].dtype).removeprefix('torch.')}, as in quantised checkpoints"
+                raise ArtifactError(name, problem, "Say in path_or_repo where a checkpoint of 16 or 32 bits is.")
         layers = MtpLayers(target, count, hidden_first)
-        mapping = get_model_conversion_mapping(decoder_of(target))
-        opened = [stack.enter_context(open_safetensors(folder / name)) for name in headers]
+        opened = [stack.enter_context(open_safetensors(file)) for file in files]
         slices = {name: file.get_slice(name) for file in opened for name in file.keys()}
-        replaced, dtype, device = {}, lent["head"].dtype, lent["head"].device
-        for name, kind in _LENT.items():
-            given = [names.pop(f"layers.{at}.mtp_block.{name}.weight", None) for at in range(count)]
-            given = [one for one in given if one is not None]
-            if given and not all(_are_copies(slices[one], lent[kind], one) for one in given):
-                if count > 1:
-                    problem = "is not the target's, and there are several layers"
-                    raise ArtifactError(given[0], problem, "Use a checkpoint whose layers share the target's.")
-                replaced[kind] = given[0]
+        dtype, device = lent["head"].dtype, lent["head"].device
+        replaced = {}
+        for part, kind in _LENT.items():
+            given = [names.pop(f"layers.{at}.mtp_block.{part}.weight", None) for at in range(count)]
+            others = [name for name in given if name is not None and not _are_copies(slices[name], lent[kind], name)]
+            if others and count > 1:
+                problem = "is not the target's, and there are several layers"
+                raise ArtifactError(others[0], problem, "Use a checkpoint whose layers share the target's.")
+            if others:
+                replaced[kind] = slices[others[0]]
         for one in layers.parameters():
             one.data = one.data.to(dtype)
-        empty = {name: torch.empty(held[given].shape, device="meta") for name, given in names.items()}
-        _convert(layers, empty, mapping, dtype, torch.device("meta"))
-        _convert(layers, {name: slices[given] for name, given in names.items()}, mapping, dtype, device)
+        empty = {name: torch.empty(header.shape, device="meta") for name, header in held.items()}
+        for tensors, place in ((empty, torch.device("meta")), (slices, device)):
+            mapping = get_model_conversion_mapping(decoder_of(target))
+            _convert(
+                layers,
+                names,
+                tensors,
+                LoadStateDictConfig(weight_mapping=mapping, device_map={"": place}, dtype=dtype),
+            )
         for name, one in layers.named_parameters():
             if not bool(one.isfinite().all()):
                 raise ArtifactError(names.get(name, name), "holds NaN or infinity", FETCH_AGAIN)
-        return layers, {kind: slices[name][:].to(device, dtype) for kind, name in replaced.items()}
+        return layers, {kind: stored[:].to(device, dtype) for kind, stored in replaced.items()}
 
 
-def _fetch(source: str | os.PathLike, options: Mapping[str, Any]) -> tuple[Path, list[Path]]:
-    """The folder of a checkpoint, all of one commit, and its files of tensors that hold MTP layers, if there is an
-    index; else its only file."""
-    folder = local_folder(source, [CONFIG_FILE, INDEX_FILE], **options)
-    if not is_folder(source):
-        options = {**options, "revision": folder.name}
-    names = [WEIGHTS_FILE]
+def _fetch(source: str | os.PathLike, options: Mapping[str, Any]) -> list[Path]:
+    """A checkpoint's file of tensors; of several, those that hold MTP layers. All files are of one commit."""
+    folder, names = local_folder(source, [CONFIG_FILE, INDEX_FILE], **options), {WEIGHTS_FILE}
     if is_there(folder / INDEX_FILE):
         places = read_weight_map(folder)
-        names = sorted({places[name] for name in _find(places, INDEX_FILE)[0].values()})
-    folder = local_folder(source, names, **options)
-    if names == [WEIGHTS_FILE] and not is_there(folder / WEIGHTS_FILE):
-        pickles = sorted(file.name for file in folder.glob("*.bin"))
-        problem = f"is not in {folder}" + f", and {pickles[0]} is a pickle" * bool(pickles)
-        raise ArtifactError(WEIGHTS_FILE, problem, "MTP layers are read from safetensors only.")
-    return folder, shards_of(folder, names)
+        names = {places[name] for name in _find(places, INDEX_FILE)[0].values()}
+    if not is_folder(source):
+        folder = local_folder(source, sorted(names), **{**options, "revision": folder.name})
+    pickles = sorted(file.name for file in folder.glob("*.bin"))
+    if pickles and names == {WEIGHTS_FILE} and not is_there(folder / WEIGHTS_FILE):
+        problem = f"is a pickle, and {folder} has no {WEIGHTS_FILE}"
+        raise ArtifactError(pickles[0], problem, "Save the checkpoint as safetensors.")
+    return shards_of(folder, names)
 
 
 def _find(held: Collection[str], source: str) -> tuple[dict[str, str], int, bool]:
@@ -165,14 +171,6 @@ def _find(held: Collection[str], source: str) -> tuple[dict[str, str], int, bool
     raise ArtifactError(source, problem, "Say in path_or_repo where the target's full checkpoint is.")
 
 
-def _require_floats(headers: Mapping[str, TensorHeader]) -> None:
-    for name, header in headers.items():
-        if header.dtype not in FLOATS.values():
-            problem = f"has the dtype {str(header.dtype).removeprefix('torch.')}, as in quantised checkpoints"
-            fix = "Say in path_or_repo where a checkpoint of 16 or 32 bits is."
-            raise ArtifactError(name, problem, fix)
-
-
 def _are_copies(stored: Any, lent: torch.Tensor, name: str) -> bool:
     """Whether a matrix of a file, as a slice of safetensors, has the lent one's numbers in a sample of rows."""
     shape = tuple(stored.get_shape())
@@ -185,24 +183,21 @@ def _are_copies(stored: Any, lent: torch.Tensor, name: str) -> bool:
 
 
 def _convert(
-    layers: MtpLayers, tensors: Mapping[str, Any], mapping: list[Any], dtype: torch.dtype, device: torch.device
+    layers: MtpLayers, names: Mapping[str, str], tensors: Mapping[str, Any], config: LoadStateDictConfig
 ) -> None:
-    """Load tensors as transformers loads the target's, for which it may stack experts."""
-    shows_progress = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    """Load tensors as transformers loads the target's, whose experts it may stack."""
+    before = logging.set_tqdm_hook(lambda make, given, options: make(*given, **{**options, "disable": True}))
     try:
-        config = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=dtype)
-        found, _ = convert_and_load_state_dict_in_model(layers, dict(tensors), config)
+        named = {name: tensors[given] for name, given in names.items()}
+        found, _ = convert_and_load_state_dict_in_model(layers, named, config)
     finally:
-        if shows_progress:
-            logging.enable_progress_bar()
-    problems = [f"missing {name}" for name in sorted(found.missing_keys)]
-    problems += [f"unexpected {name}" for name in sorted(found.unexpected_keys)]
-    problems += [f"{name} has shape {list(its)}, expected {list(shape)}" for name, its, shape in found.mismatched_keys]
-    problems += [f"{name}: {text!s:.200}" for name, text in found.conversion_errors.items()]
+        logging.set_tqdm_hook(before)
+    problems = [f"parts of {name} are missing or of other shapes" for name in found.conversion_errors]
+    problems += [f"missing {name}" for name in sorted(found.missing_keys - set(found.conversion_errors))]
+    problems += [f"unexpected {names.get(name, name)}" for name in sorted(found.unexpected_keys)]
+    for name, shape, expected in sorted(found.mismatched_keys):
+        problems.append(f"{names.get(name, name)} has shape {list(shape)}, expected {list(expected)}")
     if problems:
-        shown = "; ".join(problems[:_MOST_SHOWN]) + f"; and {len(problems) - _MOST_SHOWN} more" * (
-            len(problems) > _MOST_SHOWN
-        )
-        problem = f"do not fit the target's configuration: {shown}"
+        more = f" and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
+        problem = f"do not fit the target's configuration: {'; '.join(problems[:_MOST_SHOWN])}{more}"
         raise ArtifactError("MTP layers", problem, "Use the checkpoint of this target.")

@@ -88,8 +88,8 @@ class MtpDrafter(Drafter):
             token: for a private repository (None: the one that you are logged in with).
 
         Raises:
-            ArtifactError: the target was not loaded from a checkpoint; there are no MTP layers, which names were looked
-                for; or they are damaged, quantised, pickled, or of other shapes than the target's configuration says.
+            ArtifactError: there is no checkpoint, or none with such layers; or they are damaged, quantised, pickled,
+                or of other shapes than the target's configuration says.
             UnsupportedError: this transformers has no MTP layers (5.24 has), or not of this family.
         """
         return cls(target, path_or_repo, revision=revision, cache_dir=cache_dir, token=token)
@@ -124,9 +124,10 @@ class MtpDrafter(Drafter):
         are_others = any(watch.module is not part for watch, part in zip(self._watches[:2], parts, strict=True))
         return not self._is_current or are_others or any(watch.has_changed() for watch in self._watches)
 
-    def is_of(self, target: PreTrainedModel) -> bool:
-        """Whether the layers were loaded for this model object."""
-        return self._target() is target
+    @property
+    def target(self) -> PreTrainedModel | None:
+        """The model that the layers were loaded for (None: it is gone)."""
+        return self._target()
 
     def require_target(self, target: PreTrainedModel) -> None:
         config = target.config.get_text_config()

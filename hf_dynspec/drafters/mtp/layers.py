@@ -52,7 +52,8 @@ class MtpLayers(nn.Module):
         self.config.mtp_hidden_states_first = hidden_first
         kinds = getattr(self.config, "layer_types", None) or [*attention_windows(self.config)] * count
         others = set(kinds) - set(_MASKS)
-        if others or hasattr(self.config, "chain_hidden_post_norm") or not hasattr(decoder, "rotary_emb"):
+        is_known = all(hasattr(decoder, part) for part in ("layers", "norm", "rotary_emb"))
+        if others or not is_known or hasattr(self.config, "chain_hidden_post_norm"):
             kind = f"layers of the kind {min(others)}" if others else "another layout of MTP layers"
             raise UnsupportedError(f"{type(target).__name__} has {kind}, which this package does not know.")
         self.windows = [attention_windows(self.config)[kind] for kind in kinds]
