@@ -87,8 +87,6 @@ def read_layers(
     if not source:
         fix = "Load it by from_pretrained, or say in path_or_repo where its checkpoint is."
         raise ArtifactError("target", "was not loaded from a checkpoint, which would hold its MTP layers", fix)
-    if path_or_repo is None and not is_folder(source):
-        options["revision"] = options.get("revision") or getattr(target.config, "_commit_hash", None)
     with naming_source(source), ExitStack() as stack:
         files = _fetch(source, options)
         headers = read_headers(files, _MOST_TENSORS, _MOST_BYTES)
