@@ -106,3 +106,15 @@ def _as_mtp_layers(tensors: dict[str, torch.Tensor], family: str, count: int) ->
         both = [torch.eye(width), 0.1 * torch.randn(width, width) * width**-0.5]
         named[f"{stem}{parts[3]}.weight"] = torch.cat(both[::-1] if family == "qwen2" else both, 1)
     return named
+
+
+def write_layer_for(target: PreTrainedModel, folder: Path) -> None:
+    """A checkpoint with an MTP layer alone, a copy of the target's last layer, in the layout of Qwen3-Next."""
+    width = target.config.hidden_size
+    named = {f"layers.0.{name}": one for name, one in target.model.layers[-1].state_dict().items()}
+    named |= {f"{name}.weight": torch.ones(width) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    named["fc.weight"] = torch.eye(width, 2 * width)
+    folder.mkdir(parents=True)
+    target.config.save_pretrained(folder)
+    held = {f"mtp.{name}": one.contiguous().clone() for name, one in named.items()}
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
