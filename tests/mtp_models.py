@@ -45,8 +45,21 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         _QWEN | {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16},
     ),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _QWEN),
+    # One layer at most, with a window, and a rotation for each kind of layer.
+    "mellum": (
+        "MellumConfig",
+        "MellumForCausalLM",
+        {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    ),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 2}),
 }
+
+
+# The kinds of layers: of the target's, and of its last one and the MTP layers.
+_KINDS = dict.fromkeys(("qwen3_next", "qwen3_5"), ("linear_attention", "full_attention"))
+_KINDS["mellum"] = ("full_attention", "sliding_attention")
+# With a layer in `mtp.*`.
+_BESIDE = ("qwen3_next", "qwen3_5", "mellum")
 
 
 def save_with_mtp(folder: Path, family: str, count: int = 1, seed: int = 0) -> PreTrainedModel:
@@ -54,8 +67,8 @@ def save_with_mtp(folder: Path, family: str, count: int = 1, seed: int = 0) -> P
     *classes, shape = FAMILIES[family]
     configuration, architecture = (getattr(transformers, name) for name in classes)
     kinds = {}
-    if family.startswith("qwen3"):
-        kinds = {"layer_types": [*["linear_attention"] * (LAYERS - 1), *["full_attention"] * (count + 1)]}
+    if family in _KINDS:
+        kinds = {"layer_types": [_KINDS[family][0]] * (LAYERS - 1) + [_KINDS[family][1]] * (count + 1)}
     config = configuration(**{**_SHAPE, **shape, **kinds, "num_hidden_layers": LAYERS + count})
     torch.manual_seed(seed)
     model = with_clear_preferences(architecture(config).eval())
@@ -88,11 +101,11 @@ def _as_mtp_layers(tensors: dict[str, torch.Tensor], family: str, count: int) ->
             named[name] = tensor
             continue
         rest, at = name.removeprefix(f"model.layers.{at}."), int(at) - LAYERS
-        stems = {"qwen3_next": f"mtp.layers.{at}.", "qwen3_5": f"mtp.layers.{at}.", "qwen2": f"model.mtp_layers.{at}."}
-        named[stems.get(family, f"model.layers.{LAYERS + at}.") + rest] = tensor
+        stem = "model.mtp_layers." if family == "qwen2" else "mtp.layers." if family in _BESIDE else ""
+        named[(f"{stem}{at}." if stem else f"model.layers.{LAYERS + at}.") + rest] = tensor
     for at in range(count):
         parts, stem = ("enorm", "hnorm", "shared_head.norm", "eh_proj"), f"model.layers.{LAYERS + at}."
-        if zero_centred:
+        if family in _BESIDE:
             parts, stem = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc"), "mtp."
         elif family == "qwen2":
             parts = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -76,12 +77,11 @@ def draft_along(state: MtpState, tokens: list[int]) -> torch.Tensor:
 # Drafts --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("family", OF_TRANSFORMERS)
+@pytest.mark.parametrize(("family", "count"), [("mellum", 1), *product(OF_TRANSFORMERS, (1, 2, 3))])
 def test_greedy_drafts_are_those_of_transformers(family, count, saved, rounds, monkeypatch):
     """Step by step, both within a call and after each of its texts alone."""
     target = saved(family, count)
-    patterns = [rf"model\.layers\.{LAYERS + at}\." for at in range(count)]
+    patterns = [r"^mtp\.", *(rf"model\.layers\.{LAYERS + at}\." for at in range(count))]
     monkeypatch.setattr(target, "_keys_to_ignore_on_load_unexpected", patterns)
     forward, theirs = MtpModel.forward, []
 
@@ -209,8 +209,9 @@ class PlainLayer:
 
 
 @pytest.mark.parametrize("n", [2, 3, 12])
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "count"), sorted(set(product(FAMILIES, (1, 2, 3))) - {("mellum", 2), ("mellum", 3)})
+)
 def test_each_path_of_a_tree_is_a_chain(family, count, n, saved):
     target = saved(family, count)
     drafter, token_ids = MtpDrafter.from_pretrained(target), prompt(n, seed=5)[0]

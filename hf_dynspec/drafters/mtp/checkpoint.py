@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from ...artifacts.hub import is_folder, local_folder
@@ -99,31 +97,16 @@ def read_layers(
         layers = MtpLayers(target, count, hidden_first)
         opened = [stack.enter_context(open_safetensors(file)) for file in files]
         slices = {name: file.get_slice(name) for file in opened for name in file.keys()}
+        replaced = _take_replaced(names, count, slices, lent)
         dtype, device = lent["head"].dtype, lent["head"].device
-        replaced = {}
-        for part, kind in _LENT.items():
-            given = [names.pop(f"layers.{at}.mtp_block.{part}.weight", None) for at in range(count)]
-            others = [name for name in given if name is not None and not _are_copies(slices[name], lent[kind], name)]
-            if others and count > 1:
-                problem = "is not the target's, and there are several layers"
-                raise ArtifactError(others[0], problem, "Use a checkpoint whose layers share the target's.")
-            if others:
-                replaced[kind] = slices[others[0]]
-        for one in layers.parameters():
-            one.data = one.data.to(dtype)
+        layers.settle(torch.device("meta"), dtype)
         empty = {name: torch.empty(header.shape, device="meta") for name, header in held.items()}
         for tensors, place in ((empty, torch.device("meta")), (slices, device)):
-            mapping = get_model_conversion_mapping(decoder_of(target))
-            _convert(
-                layers,
-                names,
-                tensors,
-                LoadStateDictConfig(weight_mapping=mapping, device_map={"": place}, dtype=dtype),
-            )
+            _convert(layers, names, tensors, decoder_of(target), place, dtype)
         for name, one in layers.named_parameters():
             if not bool(one.isfinite().all()):
                 raise ArtifactError(names.get(name, name), "holds NaN or infinity", FETCH_AGAIN)
-        return layers, {kind: stored[:].to(device, dtype) for kind, stored in replaced.items()}
+        return layers, {kind: slices[name][:].to(device, dtype) for kind, name in replaced.items()}
 
 
 def _fetch(source: str | os.PathLike, options: Mapping[str, Any]) -> list[Path]:
@@ -169,6 +152,23 @@ def _find(held: Collection[str], source: str) -> tuple[dict[str, str], int, bool
     raise ArtifactError(source, problem, "Say in path_or_repo where the target's full checkpoint is.")
 
 
+def _take_replaced(
+    names: dict[str, str], count: int, slices: Mapping[str, Any], lent: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Take all matrices in place of lent ones out of `names`. Returns the names of those that are no copies."""
+    replaced = {}
+    for part, kind in _LENT.items():
+        given = [names.pop(f"layers.{at}.mtp_block.{part}.weight", None) for at in range(count)]
+        for name in filter(None, given):
+            if _are_copies(slices[name], lent[kind], name):
+                continue
+            if count > 1:
+                problem = "is not the target's, and there are several layers"
+                raise ArtifactError(name, problem, "Use a checkpoint whose layers share the target's.")
+            replaced[kind] = name
+    return replaced
+
+
 def _are_copies(stored: Any, lent: torch.Tensor, name: str) -> bool:
     """Whether a matrix of a file, as a slice of safetensors, has the lent one's numbers in a sample of rows."""
     shape = tuple(stored.get_shape())
@@ -181,9 +181,20 @@ def _are_copies(stored: Any, lent: torch.Tensor, name: str) -> bool:
 
 
 def _convert(
-    layers: MtpLayers, names: Mapping[str, str], tensors: Mapping[str, Any], config: LoadStateDictConfig
+    layers: MtpLayers,
+    names: Mapping[str, str],
+    tensors: Mapping[str, Any],
+    decoder: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
-    """Load tensors as transformers loads the target's, whose experts it may stack."""
+    """Load tensors as transformers loads those of the target's decoder, whose experts it may stack."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    mapping = get_model_conversion_mapping(decoder)
+    config = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=dtype)
     before = logging.set_tqdm_hook(lambda make, given, options: make(*given, **{**options, "disable": True}))
     try:
         named = {name: tensors[given] for name, given in names.items()}

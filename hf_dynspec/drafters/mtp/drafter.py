@@ -98,9 +98,7 @@ class MtpDrafter(Drafter):
         """Reference the target's weights, and bring the layers to them."""
         self._is_current = False
         shared = DynamicLMHead.from_model(target)
-        for one in self.module.parameters():
-            one.data = one.data.to(shared.weight)
-        self.module.to(shared.device)
+        self.module.settle(shared.device, shared.weight.dtype)
         own = {kind: tensor.to(shared.weight) for kind, tensor in self._own.items()}
         self.head = shared.anew(own["head"], None) if "head" in own else shared
         self._embedding = own.get("embedding", target.get_input_embeddings().weight.detach())

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ...cache_names import CACHE
@@ -52,17 +53,27 @@ class MtpLayers(nn.Module):
         self.config.mtp_hidden_states_first = hidden_first
         kinds = getattr(self.config, "layer_types", None) or [*attention_windows(self.config)] * count
         others = set(kinds) - set(_MASKS)
-        is_known = all(hasattr(decoder, part) for part in ("layers", "norm", "rotary_emb"))
+        cached = {type(one) for one in DynamicCache(config=self.config).layers}
+        is_known = cached <= {DynamicLayer, DynamicSlidingWindowLayer}
+        is_known &= all(hasattr(decoder, part) for part in ("layers", "norm", "rotary_emb"))
         if others or not is_known or hasattr(self.config, "chain_hidden_post_norm"):
-            kind = f"layers of the kind {min(others)}" if others else "another layout of MTP layers"
-            raise UnsupportedError(f"{type(target).__name__} has {kind}, which this package does not know.")
+            what = f"layers of the kind {min(others)}" if others else "MTP layers of another make"
+            raise UnsupportedError(f"{type(target).__name__} has {what}, which this package does not know.")
         self.windows = [attention_windows(self.config)[kind] for kind in kinds]
         self._kinds = kinds
         layer, norm = type(decoder.layers[-1]), type(decoder.norm)
         with torch.device("meta"):
             self.layers = nn.ModuleList([MtpLayer(self.config, layer, norm, at) for at in range(count)])
+        if not {name for name, _ in self.named_buffers()} <= self.state_dict().keys():
+            raise UnsupportedError(f"{type(target).__name__} has layers with buffers that no checkpoint holds.")
         # Not a part of this module: it is the target's.
         self._rotary = (decoder.rotary_emb,)
+
+    def settle(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move to a device, and the parameters to a dtype. Buffers, such as corrections of routers, keep theirs."""
+        for one in self.parameters():
+            one.data = one.data.to(dtype)
+        self.to(device)
 
     def forward(
         self,
