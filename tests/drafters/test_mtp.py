@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -283,6 +284,33 @@ def test_rows_go_on_after_a_shorter_text_and_start_afresh_after_a_gap(count, sav
         drafter.start().draft(token_ids[:1])
 
 
+@pytest.mark.parametrize(("family", "count"), [("mellum", 1), ("glm4_moe", 1), ("glm4_moe", 2), ("deepseek_v3", 3)])
+def test_unrolled_steps_are_those_of_drafts(family, count, saved):
+    target, n, depth = saved(family, count), 14, 5
+    drafter, token_ids = MtpDrafter.from_pretrained(target), prompt(n, seed=5)[0]
+    features = features_of(target, token_ids)
+    unrolled = list(drafter.unroll(token_ids, features, depth))
+    assert len(unrolled) == depth
+    for start in range(n - depth):
+        state, inputs = drafter.start(), []
+        observe = partial(lambda inputs, *some: inputs.append(some), inputs)
+        hidden = [state.advance(token_ids[: start + 2], features[: start + 1], observe)]
+        for token in token_ids[start + 2 : start + 1 + depth]:
+            hidden.append(state.draft(token[None], None, observe))
+        for step, read, output in zip(unrolled, inputs, hidden, strict=True):
+            for actual, expected in zip(step, (*read, output), strict=True):
+                torch.testing.assert_close(actual[start], expected[-1], **CLOSE)
+    for first in (3, n - 1 - depth):
+        for step, here in zip(unrolled, drafter.unroll(token_ids, features, depth, first), strict=True):
+            for one, actual in zip(step, here, strict=True):
+                torch.testing.assert_close(actual, one[first:], **CLOSE)
+    (short,) = drafter.unroll(token_ids[:2], features, 1)
+    torch.testing.assert_close(short.hidden, unrolled[0].hidden[:1], **CLOSE)
+    sum(step.hidden.square().sum() for step in unrolled).backward()
+    assert all(one.grad is not None for one in drafter.module.parameters())
+    assert all(one.grad is None for one in target.parameters())
+
+
 # Whole calls ---------------------------------------------------------------------------------------------------------
 
 
@@ -343,6 +371,24 @@ def test_drafting_follows_the_targets_weights(target):
     assert {id(one) for one in drafter.module.parameters()}.isdisjoint(id(one) for one in target.parameters())
 
 
+@pytest.mark.parametrize("modules", ["all-linear", "all-parameters"])
+def test_layers_can_be_aligned(modules, target, tmp_path):
+    settings = OnlineAlignment(modules=modules, synchronous=True, gate=False, steps=4)
+    assistant = DynSpecAssistant("mtp", "full", target=target, alignment=settings)
+    before = {name: one.clone() for name, one in target.named_parameters()}
+    for seed in range(4):
+        assert_same(target, assistant, prompt(12, seed), eos_token_id=None)
+    assert assistant.alignment.stats.is_served and assistant.alignment.stats.error is None
+    assert all(torch.equal(one, before[name]) for name, one in target.named_parameters())
+    assistant.alignment.save_pretrained(tmp_path)
+    again = DynSpecAssistant("mtp", "full", target=target, alignment=settings)
+    again.alignment.load(tmp_path)
+    learnt = assistant.alignment.learner.adapter_state()
+    assert learnt and all(
+        torch.equal(one, learnt[name]) for name, one in again.alignment.learner.adapter_state().items()
+    )
+
+
 # The door ------------------------------------------------------------------------------------------------------------
 
 
@@ -365,8 +411,8 @@ def test_the_name_is_resolved_for_each_target(saved):
     assert_same(second, assistant)
     with pytest.raises(ConfigurationError, match="no drafter named 'mpt': there is mtp"):
         DynSpecAssistant("mpt")
-    with pytest.raises(NotImplementedError, match="cannot be copied"):
-        DynSpecAssistant("mtp", target=first, alignment=OnlineAlignment())
+    with pytest.raises(NotBoundError, match="is read from the target's checkpoint"):
+        DynSpecAssistant("mtp", alignment=OnlineAlignment())
     with pytest.raises(ArtifactError, match="it has 64 and 301"):
         DynSpecAssistant(drafter, target=tiny(hidden_size=64))
 

@@ -195,12 +195,15 @@ def _convert(
 
     mapping = get_model_conversion_mapping(decoder)
     config = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=dtype)
+    # It asks for a model's.
+    layers.config, layers.base_model_prefix = layers.text_config, "model"
     before = logging.set_tqdm_hook(lambda make, given, options: make(*given, **{**options, "disable": True}))
     try:
         named = {name: tensors[given] for name, given in names.items()}
         found, _ = convert_and_load_state_dict_in_model(layers, named, config)
     finally:
         logging.set_tqdm_hook(before)
+        del layers.config, layers.base_model_prefix
     problems = [f"parts of {name} are missing or of other shapes" for name in found.conversion_errors]
     problems += [f"missing {name}" for name in sorted(found.missing_keys - set(found.conversion_errors))]
     problems += [f"unexpected {names.get(name, name)}" for name in sorted(found.unexpected_keys)]

@@ -5,6 +5,7 @@ predict the token `k + 2` places on from the hidden state of layer `k − 1` and
 Drafting goes on after the last layer with its own hidden state (section 5.4.3 uses one layer for one token).
 """
 
+import copy
 import os
 import threading
 import weakref
@@ -13,11 +14,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.nn.functional import embedding
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ...errors import ArtifactError, UnsupportedError
 from ...modeling.head import DynamicLMHead
-from ...modeling.masks import require_tree_masks
+from ...modeling.masks import attention_mask, require_tree_masks
 from ...modeling.parts import unwrapped
 from ..base import Drafter, UnrolledStep
 from ..weights_watch import WeightsWatch
@@ -63,6 +64,7 @@ class MtpDrafter(Drafter):
         self._target = weakref.ref(target)
         self._lock = threading.RLock()
         self._version = 0
+        self._settled: tuple[torch.device, torch.dtype] | None = None
         lent = {"head": DynamicLMHead.from_model(target).weight, "embedding": embeddings.weight.detach()}
         self.module, self._own = read_layers(target, lent, path_or_repo, **options)
         self.module.eval()
@@ -98,7 +100,11 @@ class MtpDrafter(Drafter):
         """Reference the target's weights, and bring the layers to them."""
         self._is_current = False
         shared = DynamicLMHead.from_model(target)
-        self.module.settle(shared.device, shared.weight.dtype)
+        device, dtype = shared.device, shared.weight.dtype
+        # Only after the target was moved or cast: a module cast by its user stays so.
+        if self._settled != (device, dtype):
+            self.module.settle(device, dtype)
+            self._settled = device, dtype
         own = {kind: tensor.to(shared.weight) for kind, tensor in self._own.items()}
         self.head = shared.anew(own["head"], None) if "head" in own else shared
         self._embedding = own.get("embedding", target.get_input_embeddings().weight.detach())
@@ -127,6 +133,16 @@ class MtpDrafter(Drafter):
         """The model that the layers were loaded for (None: it is gone)."""
         return self._target()
 
+    def copy(self) -> "MtpDrafter":
+        target = self._target()
+        if target is None:
+            raise ReferenceError("the target of the MTP layers is gone")
+        other = copy.copy(self)
+        other.module = copy.deepcopy(self.module)
+        other._lock = threading.RLock()
+        other._follow_target(target)
+        return other
+
     def require_target(self, target: PreTrainedModel) -> None:
         config = target.config.get_text_config()
         if (config.hidden_size, config.vocab_size) != self._sizes:
@@ -135,7 +151,7 @@ class MtpDrafter(Drafter):
             raise ArtifactError("MTP layers", problem, "Load the layers of this target.")
 
     def require_trees(self) -> None:
-        require_tree_masks(self.module)
+        require_tree_masks(self.module.layers[0])
 
     @property
     def num_embeddings(self) -> int:
@@ -147,7 +163,27 @@ class MtpDrafter(Drafter):
     def unroll(
         self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
     ) -> Iterator[UnrolledStep]:
-        raise NotImplementedError("MTP layers are not trained here")
+        _ = self.weights_version
+        layers, rows, last = self.module, token_ids.shape[0] - 1, len(self.module.layers) - 1
+        embedded, cache = self.embed(token_ids[1:]), DynamicCache()
+        hidden, positions = features[:rows].to(embedded), torch.arange(1, rows + 1, device=embedded.device)
+        for step in range(min(depth, last + 1)):
+            # The text's own tokens are drafted, so the rows are those of the text.
+            hidden = hidden[: rows - step]
+            output = layers(step, embedded[step:], hidden, positions[step:], cache)
+            yield UnrolledStep(embedded[first + step :], hidden[first:], output[first:].to(self.head.weight))
+            hidden = output
+        # From here on every draft has rows of its own.
+        hidden, seen = hidden[first:], positions[last:]
+        visible = torch.ones(hidden.shape[0], seen.shape[0], dtype=torch.bool, device=embedded.device).tril(first)
+        for start in range(first + last + 1, first + depth):
+            hidden, itself = hidden[: rows - start], torch.eye(rows - start, dtype=torch.bool, device=embedded.device)
+            visible, seen = torch.cat([visible[: rows - start], itself], 1), torch.cat([seen, positions[start:]])
+            keys = visible, positions[start:], seen, embedded.dtype, layers.windows[last]
+            mask = attention_mask(itself.new_ones(0), *keys)
+            output = layers(last, embedded[start:], hidden, positions[start:], cache, mask)
+            yield UnrolledStep(embedded[start:], hidden, output.to(self.head.weight))
+            hidden = output
 
     def start(self) -> MtpState:
         return MtpState(self.module, self.embed, lambda: self.head.weight)

@@ -31,16 +31,13 @@ class MtpLayers(nn.Module):
         hidden_first: the projection reads `cat(hidden, embedding)` (MiMo), not `cat(embedding, hidden)`.
 
     Attributes:
-        config: the text configuration of these layers alone.
+        text_config: the configuration of these layers alone. By the name `config` peft would take them for a model.
         layers: transformers' `MtpLayer`s, on the meta device until they are loaded.
         windows: for each layer the most positions that it looks back on (None: all).
 
     Raises:
         UnsupportedError: this transformers has no such layers, or the target's cache more than keys and values.
     """
-
-    # transformers' loading of weights asks for it.
-    base_model_prefix = "model"
 
     def __init__(self, target: PreTrainedModel, count: int, hidden_first: bool = False):
         super().__init__()
@@ -49,25 +46,31 @@ class MtpLayers(nn.Module):
         except ImportError:
             raise UnsupportedError("MTP layers need transformers 5.24 or newer: update it.") from None
         decoder = decoder_of(target)
-        self.config = _layers_config(target, count)
-        self.config.mtp_hidden_states_first = hidden_first
-        kinds = getattr(self.config, "layer_types", None) or [*attention_windows(self.config)] * count
+        self.text_config = _layers_config(target, count)
+        self.text_config.mtp_hidden_states_first = hidden_first
+        kinds = getattr(self.text_config, "layer_types", None) or [*attention_windows(self.text_config)] * count
         others = set(kinds) - set(_MASKS)
-        cached = {type(one) for one in DynamicCache(config=self.config).layers}
+        cached = {type(one) for one in DynamicCache(config=self.text_config).layers}
         is_known = cached <= {DynamicLayer, DynamicSlidingWindowLayer}
         is_known &= all(hasattr(decoder, part) for part in ("layers", "norm", "rotary_emb"))
-        if others or not is_known or hasattr(self.config, "chain_hidden_post_norm"):
+        if others or not is_known or hasattr(self.text_config, "chain_hidden_post_norm"):
             what = f"layers of the kind {min(others)}" if others else "MTP layers of another make"
             raise UnsupportedError(f"{type(target).__name__} has {what}, which this package does not know.")
-        self.windows = [attention_windows(self.config)[kind] for kind in kinds]
+        self.windows = [attention_windows(self.text_config)[kind] for kind in kinds]
         self._kinds = kinds
         layer, norm = type(decoder.layers[-1]), type(decoder.norm)
         with torch.device("meta"):
-            self.layers = nn.ModuleList([MtpLayer(self.config, layer, norm, at) for at in range(count)])
+            self.layers = nn.ModuleList([MtpLayer(self.text_config, layer, norm, at) for at in range(count)])
         if not {name for name, _ in self.named_buffers()} <= self.state_dict().keys():
             raise UnsupportedError(f"{type(target).__name__} has layers with buffers that no checkpoint holds.")
         # Not a part of this module: it is the target's.
         self._rotary = (decoder.rotary_emb,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "MtpLayers":
+        memo[id(self._rotary[0])] = self._rotary[0]
+        twin = memo[id(self)] = copy.copy(self)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
 
     def settle(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move to a device, and the parameters to a dtype. Buffers, such as corrections of routers, keep theirs."""
@@ -97,12 +100,13 @@ class MtpLayers(nn.Module):
         Returns:
             `[m, d]`: the hidden states at the tokens, after the final norm.
         """
-        embedded, hidden, positions = embedded.unsqueeze(0), hidden.unsqueeze(0), positions.unsqueeze(0)
+        like = self.layers[at].eh_proj.weight
+        embedded, hidden, positions = embedded[None].to(like), hidden[None].to(like), positions.unsqueeze(0)
         if mask is None:
             make = _MASKS[self._kinds[at]]
-            mask = make(self.config, embedded, None, cache, position_ids=positions, layer_idx=at)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        by_kind = {"layer_type": self._kinds[at]} if self.config.nested_rope_parameter_keys(rope) else {}
+            mask = make(self.text_config, embedded, None, cache, position_ids=positions, layer_idx=at)
+        rope = getattr(self.text_config, "rope_parameters", None) or {}
+        by_kind = {"layer_type": self._kinds[at]} if self.text_config.nested_rope_parameter_keys(rope) else {}
         rotation = self._rotary[0](embedded, position_ids=positions, **by_kind)
         return self.layers[at](embedded, hidden, rotation, mask, positions, **{CACHE: cache})[0]
 

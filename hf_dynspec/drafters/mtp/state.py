@@ -182,7 +182,7 @@ class MtpState(DrafterState):
         """`[1, 1, q, rows + new + t]`: the mask of `new` rows of the text, after `rows` others, and of the nodes from
         `first` on, over all of the nodes in the layer's cache."""
         # Checked again, as some kinds of attention read past the mask's memory.
-        require_tree_masks(self._layers)
+        require_tree_masks(self._layers.layers[0])
         device, seen = self._tokens.device, self._first_in_cache
         paths = descent(self._parents, len(self._begins))[first:, seen:]
         within = torch.ones(new + paths.shape[0], new + paths.shape[1], dtype=torch.bool, device=device).tril()
