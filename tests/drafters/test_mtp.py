@@ -321,16 +321,17 @@ def test_unrolled_steps_are_those_of_drafts(family, count, saved):
 def test_greedy_output_is_the_targets_own(family, policy, shape, count, saved):
     target = saved(family, count)
     assistant = DynSpecAssistant("mtp", POLICY_CASES[policy](), target=target, tree=SHAPES[shape])
-    for length in (1, 2, 3, 12):
-        output = assert_same(target, assistant, prompt(length, seed=1), eos_token_id=None)
+    for length in (1, 3, 12):
+        output = assert_same(target, assistant, prompt(length, seed=1), max_new_tokens=14, eos_token_id=None)
         assert assistant.stats.tokens == output.shape[1] - length
     assert 0 < assistant.stats_total.accepted < assistant.stats_total.drafted
-    assert assistant.stats_total.calls == 4
+    assert assistant.stats_total.calls == 3
 
 
-@pytest.mark.parametrize("policy", POLICY_CASES)
+@pytest.mark.parametrize("policy", [name for name in POLICY_CASES if "," not in name])
 def test_every_policy_drafts_with_mtp_layers(policy, target):
-    assert_same(target, DynSpecAssistant("mtp", POLICY_CASES[policy](), target=target, validate=True))
+    assistant = DynSpecAssistant("mtp", POLICY_CASES[policy](), target=target, validate=True)
+    assert_same(target, assistant, max_new_tokens=12)
 
 
 @pytest.mark.parametrize("count", [1, 2])
