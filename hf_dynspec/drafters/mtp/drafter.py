@@ -2,7 +2,7 @@
 
 DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2: the layers are trained with the target, layer `k` to
 predict the token `k + 2` places on from the hidden state of layer `k − 1` and the embeddings of the tokens between.
-Drafting goes on after the last layer with its own hidden state (section 5.4.3 uses one layer for one token).
+After the last layer drafting goes on with that layer's own hidden state.
 """
 
 import copy
@@ -34,15 +34,10 @@ class MtpDrafter(Drafter):
     checkpoint has another one for the layers (`shared_head.head`).
 
     Args:
-        target: a decoder-only model of transformers.
-        path_or_repo, options: as `read_layers`.
+        target, path_or_repo, options: as `from_pretrained`, which says what is raised.
 
     Attributes:
         module: the layers. The target's weights are no part of it.
-
-    Raises:
-        ArtifactError: as `from_pretrained`.
-        UnsupportedError: as `from_pretrained`.
     """
 
     module: MtpLayers

@@ -45,28 +45,30 @@ class MtpLayers(nn.Module):
             from transformers.modeling_layers import MtpLayer
         except ImportError:
             raise UnsupportedError("MTP layers need transformers 5.24 or newer: update it.") from None
-        decoder = decoder_of(target)
-        self.text_config = _layers_config(target, count)
-        self.text_config.mtp_hidden_states_first = hidden_first
-        kinds = getattr(self.text_config, "layer_types", None) or [*attention_windows(self.text_config)] * count
+        decoder, config = decoder_of(target), _layers_config(target, count)
+        config.mtp_hidden_states_first = hidden_first
+        windows = attention_windows(config)
+        kinds = getattr(config, "layer_types", None) or [*windows] * count
         others = set(kinds) - set(_MASKS)
-        cached = {type(one) for one in DynamicCache(config=self.text_config).layers}
+        cached = {type(one) for one in DynamicCache(config=config).layers}
         is_known = cached <= {DynamicLayer, DynamicSlidingWindowLayer}
         is_known &= all(hasattr(decoder, part) for part in ("layers", "norm", "rotary_emb"))
-        if others or not is_known or hasattr(self.text_config, "chain_hidden_post_norm"):
+        if others or not is_known or hasattr(config, "chain_hidden_post_norm"):
             what = f"layers of the kind {min(others)}" if others else "MTP layers of another make"
             raise UnsupportedError(f"{type(target).__name__} has {what}, which this package does not know.")
-        self.windows = [attention_windows(self.text_config)[kind] for kind in kinds]
-        self._kinds = kinds
+        has_ropes = config.nested_rope_parameter_keys(getattr(config, "rope_parameters", None) or {})
+        self._rope_options = [{"layer_type": kind} if has_ropes else {} for kind in kinds]
+        self.text_config, self.windows, self._kinds = config, [windows[kind] for kind in kinds], kinds
         layer, norm = type(decoder.layers[-1]), type(decoder.norm)
         with torch.device("meta"):
-            self.layers = nn.ModuleList([MtpLayer(self.text_config, layer, norm, at) for at in range(count)])
+            self.layers = nn.ModuleList([MtpLayer(config, layer, norm, at) for at in range(count)])
         if not {name for name, _ in self.named_buffers()} <= self.state_dict().keys():
             raise UnsupportedError(f"{type(target).__name__} has layers with buffers that no checkpoint holds.")
         # Not a part of this module: it is the target's.
         self._rotary = (decoder.rotary_emb,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MtpLayers":
+        # The rotation stays the target's, and moves with it.
         memo[id(self._rotary[0])] = self._rotary[0]
         twin = memo[id(self)] = copy.copy(self)
         vars(twin).update(copy.deepcopy(vars(self), memo))
@@ -105,9 +107,7 @@ class MtpLayers(nn.Module):
         if mask is None:
             make = _MASKS[self._kinds[at]]
             mask = make(self.text_config, embedded, None, cache, position_ids=positions, layer_idx=at)
-        rope = getattr(self.text_config, "rope_parameters", None) or {}
-        by_kind = {"layer_type": self._kinds[at]} if self.text_config.nested_rope_parameter_keys(rope) else {}
-        rotation = self._rotary[0](embedded, position_ids=positions, **by_kind)
+        rotation = self._rotary[0](embedded, position_ids=positions, **self._rope_options[at])
         return self.layers[at](embedded, hidden, rotation, mask, positions, **{CACHE: cache})[0]
 
 
