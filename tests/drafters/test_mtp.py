@@ -519,6 +519,8 @@ def test_an_output_projection_and_an_embedding_of_their_own(target, saved, tmp_p
     shared = MtpDrafter.from_pretrained(target)
     assert shared.head.weight.data_ptr() == target.lm_head.weight.data_ptr()
     assert shared.num_embeddings == 301
+    rotation = {f"{LATE}self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    MtpDrafter.from_pretrained(target, changed(target, tmp_path / "old", lambda tensors: tensors.update(rotation)))
     # One projection drafts for all layers.
     several = saved("deepseek_v3", 2)
     folder = changed(several, tmp_path / "several", lambda tensors: tensors.update(own))

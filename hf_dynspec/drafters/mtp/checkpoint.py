@@ -135,6 +135,9 @@ def _find(held: Collection[str], source: str) -> tuple[dict[str, str], int, bool
         count = len({match[2] for match in found})
         names = {}
         for name in held:
+            # Computed from the configuration, and yet in some files.
+            if name.endswith(".inv_freq"):
+                continue
             rest, layers = name, range(count)
             if name.startswith(stem):
                 at, _, rest = name.removeprefix(stem).partition(".")
