@@ -23,6 +23,7 @@ _HOMES = {
     "FullShortlist": ".shortlists",
     "HybridShortlist": ".shortlists",
     "InContextShortlist": ".shortlists",
+    "MtpDrafter": ".drafters",
     "Needs": ".protocol",
     "NotBoundError": ".errors",
     "OnlineAlignment": ".alignment.settings",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from .artifacts.config import DynSpecConfig as DynSpecConfig
     from .assistant import DynSpecAssistant as DynSpecAssistant
     from .drafters import EagleDrafter as EagleDrafter
+    from .drafters import MtpDrafter as MtpDrafter
     from .errors import ArtifactError as ArtifactError
     from .errors import ConfigurationError as ConfigurationError
     from .errors import DynSpecError as DynSpecError

@@ -11,9 +11,11 @@ import torch
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
 from safetensors.torch import save_file
 
+from ..artifacts.config import WEIGHTS_FILE
 from ..artifacts.folder import missing_file
 from ..artifacts.hub import is_folder, local_folder, naming_hub_errors, usual_hub
 from ..artifacts.publishing import require_online
+from ..drafters.causal_lm import CausalLMDrafter
 from ..drafters.eagle.checkpoint import read_checkpoint
 from ..drafters.eagle.checkpoint_files import load_tensors, read_json, safetensors_files
 from ..drafters.eagle.drafter import EagleDrafter
@@ -35,7 +37,7 @@ def save_learnt(
     directory: str | os.PathLike, learner: Learner, requests: Sequence[Mapping[str, torch.Tensor]] | None = None
 ) -> Path:
     """Write the learnt weights: with LoRA a PEFT adapter for `peft.PeftModel.from_pretrained(model, directory)`, and
-    of an EAGLE head also the head with the adapter merged; with all weights trained, the model or the head.
+    of an EAGLE head also the head with the adapter merged; with all weights trained, the model, head or MTP layers.
 
     Args:
         directory: made if needed.
@@ -57,13 +59,15 @@ def save_learnt(
     (directory / REPLAY_BUFFER).unlink(missing_ok=True)
     if isinstance(drafter, EagleDrafter):
         drafter.save_pretrained(directory)
-    elif config is None:
+    elif config is None and isinstance(drafter, CausalLMDrafter):
         drafter.module.save_pretrained(directory)
+    elif config is None:
+        _write_tensors(directory / WEIGHTS_FILE, drafter.module.state_dict())
     if config is not None:
         # Tensors first: a folder without its configuration is no adapter.
         _write_tensors(directory / ADAPTER_WEIGHTS, learner.adapter_state())
         values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-        if not isinstance(drafter, EagleDrafter):
+        if isinstance(drafter, CausalLMDrafter):
             name = drafter.module.config.name_or_path or None
             values |= {"task_type": "CAUSAL_LM", "base_model_name_or_path": name}
         write_json(directory / ADAPTER_CONFIG, values | {"inference_mode": True})
@@ -141,7 +145,7 @@ def read_learnt(
         folder = local_folder(directory_or_repo, ["*.safetensors", "*.safetensors.index.json"], **options)
         files = safetensors_files(folder)
         if files is None:
-            raise missing_file("model.safetensors", folder)
+            raise missing_file(WEIGHTS_FILE, folder)
         tensors = load_tensors(files)
     return {name: tensors[name] for name in learner.adapter_state() if name in tensors}
 

@@ -45,6 +45,8 @@ def render_card(config: DynSpecConfig, repo_id: str | None = None) -> str:
     name = repo_id or f"hf_dynspec-{config.policy.name}"
     classes = _policy_classes(config)
     modules = dict.fromkeys(one.__module__ for one in classes)
+    # The target brings them with it.
+    is_mtp = config.drafter is not None and config.drafter.architecture == "MtpDrafter"
     card = ModelCard.from_template(
         _card_data(config, name, classes),
         template_path=str(_TEMPLATE),
@@ -56,7 +58,7 @@ def render_card(config: DynSpecConfig, repo_id: str | None = None) -> str:
         target=_described(config.target),
         drafter=_described(config.drafter),
         target_argument=(config.target and config.target.hub_id) or "path/to/target",
-        needs_drafter=config.drafter is None or config.drafter.hub_id is None,
+        needs_drafter=config.drafter is None or (config.drafter.hub_id is None and not is_mtp),
         is_data=config.policy.name in POLICY_DATA,
         is_eagle=config.drafter is not None and config.drafter.architecture == "EagleDrafter",
         settings=_table(("Setting", "Value"), _settings(config).items()),

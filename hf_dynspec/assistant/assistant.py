@@ -8,13 +8,12 @@ from transformers import PreTrainedModel
 
 from ..alignment.aligner import Aligner
 from ..alignment.settings import OnlineAlignment
-from ..drafters import Drafter, as_drafter
+from ..drafters import Drafter
 from ..drafting.settings import as_tree_config, drafting_config
-from ..modeling.parts import unwrapped
 from ..shortlists import ShortlistPolicy, as_policy
 from ..tree_config import TreeConfig
 from .bound import BoundAssistant
-from .models import loaded
+from .models import known_drafter
 from .saved import SavedAssistant
 
 if TYPE_CHECKING:
@@ -40,8 +39,9 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     Args:
         drafter: a decoder-only causal language model of transformers with the target's tokenizer, which may be in
-            wrappers (peft, `torch.compile`), or an `EagleDrafter`; a Gemma-4 assistant or a DFlash drafter beside its
-            target; or the folder of a model, which is then loaded in the target's dtype and on its device.
+            wrappers (peft, `torch.compile`); an `EagleDrafter` or an `MtpDrafter`; a Gemma-4 assistant or a DFlash
+            drafter beside its target; `"mtp"` for the MTP layers in the target's checkpoint; or the folder or Hub id
+            of any of these, which is loaded in the target's dtype and on its device once there is a target.
         policy: a `ShortlistPolicy`, the name of one (`"full"`, `"frequency"`, `"in_context"`, `"hybrid"`, `"screen"`,
             or `"auto"` for the fastest of several in each round), or None for `HybridShortlist()`, which needs nothing
             built or trained.
@@ -89,12 +89,13 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         alignment: OnlineAlignment | None = None,
     ):
         super().__init__()
-        drafter = loaded(drafter, unwrapped(target))
+        drafter = known_drafter(drafter, target)
         self._policy = as_policy(policy)
-        self._drafter = as_drafter(drafter)
-        tokens = self._drafter.block_size if num_assistant_tokens is None else num_assistant_tokens
-        self.generation_config = drafting_config(drafter, tokens, assistant_confidence_threshold)
+        tokens = drafter.block_size if num_assistant_tokens is None else num_assistant_tokens
+        own = getattr(drafter, "model", None)
+        self.generation_config = drafting_config(own, tokens, assistant_confidence_threshold)
         self._tree = as_tree_config(tree)
+        self._drafter = drafter
         self._given_tokenizer = tokenizer
         self._tokenizer = tokenizer
         self.profile = profile
@@ -123,7 +124,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     @drafter.setter
     def drafter(self, drafter: PreTrainedModel | Drafter | str | os.PathLike) -> None:
-        drafter, before = as_drafter(loaded(drafter, self.target)), self._aligner
+        drafter, before = known_drafter(drafter, self.target), self._aligner
         if before is None or drafter is self._drafter:
             self._change(_drafter=drafter)
             return

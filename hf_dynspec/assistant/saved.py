@@ -71,7 +71,7 @@ class SavedAssistant(Assistant):
         directory_or_repo: str | os.PathLike,
         *,
         target: PreTrainedModel,
-        drafter: PreTrainedModel | Drafter | None = None,
+        drafter: PreTrainedModel | Drafter | str | None = None,
         tokenizer: Any = None,
         revision: str | None = None,
         cache_dir: str | os.PathLike | None = None,
@@ -83,7 +83,7 @@ class SavedAssistant(Assistant):
         Args:
             directory_or_repo: a folder that `save_pretrained` wrote, or a repository on the Hub.
             target: the model to speed up.
-            drafter: the model that drafts (None: the one that the artifact names, in the target's dtype and on its
+            drafter: as for the constructor (None: the one that the artifact names, in the target's dtype and on its
                 device).
             tokenizer: as for the constructor.
             revision: branch, tag or commit of the repository. It is resolved once, for all files.

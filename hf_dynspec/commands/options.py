@@ -11,7 +11,9 @@ import typer
 _TARGET = typer.Option(help="Folder or Hub id of the model to speed up.")
 Target = Annotated[str, _TARGET]
 TargetIfMeasured = Annotated[str | None, _TARGET]
-DrafterModel = Annotated[str | None, typer.Option(help="Folder or Hub id of the small model.")]
+DrafterModel = Annotated[
+    str | None, typer.Option(help="Folder or Hub id of what drafts, or mtp: the target's own MTP layers.")
+]
 EagleHead = Annotated[
     str | None, typer.Option(metavar="DIR", help="Folder or Hub id of an EAGLE head, in place of a drafter.")
 ]

@@ -21,7 +21,7 @@ from ..build.recording import STEPS_FORMAT, Recording, RecordingSettings
 from ..build.router_judging import HeldOutFigures
 from ..build.router_training import RouterTraining, TrainingSettings, TrainingState
 from ..build.windows import Windows, kept_windows, sample_windows
-from ..drafters import CausalLMDrafter, Drafter
+from ..drafters import CausalLMDrafter, Drafter, EagleDrafter
 from ..errors import ConfigurationError, counted
 from ..evaluation.pair import generation_config
 from ..loading import shared_vocabulary_size
@@ -49,14 +49,19 @@ class TrainingJob:
         """Whether this process is the one that writes and prints."""
         return self._accelerator.is_main_process
 
+    def _described_drafter(self) -> Any:
+        if isinstance(self.drafter, CausalLMDrafter):
+            return describe_model(self.drafter.model)
+        is_head = isinstance(self.drafter, EagleDrafter)
+        return str(self.drafter.checkpoint.folder) if is_head else type(self.drafter).__name__
+
     def record(self, corpus: Corpus, settings: RecordingSettings, rounds: bool) -> tuple[Windows, Recording]:
         """Sample the texts and record the draft steps along them, or of rounds after their beginnings."""
         self._require_space(settings)
-        is_model = isinstance(self.drafter, CausalLMDrafter)
         job = {
             "models": [
                 describe_model(self.target),
-                describe_model(self.drafter.model) if is_model else str(self.drafter.checkpoint.folder),
+                self._described_drafter(),
             ],
             "inputs": describe_files(file.path for file in corpus.files),
             "text field": corpus.text_field,

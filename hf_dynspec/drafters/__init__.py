@@ -10,8 +10,18 @@ from .causal_lm import CausalLMDrafter
 from .dflash import DFlashDrafter
 from .eagle.drafter import EagleDrafter
 from .gemma4_assistant import Gemma4AssistantDrafter
+from .mtp.drafter import MtpDrafter
 
-__all__ = ["KINDS", "BesideTarget", "CausalLMDrafter", "Drafter", "DrafterState", "EagleDrafter", "as_drafter"]
+__all__ = [
+    "KINDS",
+    "BesideTarget",
+    "CausalLMDrafter",
+    "Drafter",
+    "DrafterState",
+    "EagleDrafter",
+    "MtpDrafter",
+    "as_drafter",
+]
 
 # The kinds of models that draft beside a target. Any other model is an independent drafter.
 KINDS: tuple[type[BesideTarget], ...] = (Gemma4AssistantDrafter, DFlashDrafter)
@@ -33,6 +43,6 @@ def as_drafter(drafter: Any) -> Drafter:
         kind = next((one for one in KINDS if one.is_kind_of(model.config)), CausalLMDrafter)
         return kind(model)
     raise UnsupportedError(
-        f"a drafter must be a model of transformers that drafts or an EagleDrafter, got {type(drafter).__name__}. "
-        "Load it with AutoModelForCausalLM.from_pretrained or EagleDrafter.from_pretrained."
+        f"a drafter must be a model of transformers that drafts, a Drafter, 'mtp' or a folder, got "
+        f"{type(drafter).__name__}. Load it with AutoModelForCausalLM.from_pretrained or EagleDrafter.from_pretrained."
     )

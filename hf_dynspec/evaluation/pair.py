@@ -1,5 +1,6 @@
 """What every measurement starts from: a target, its drafters, their tokenizer, and prompts as token ids."""
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,16 +12,17 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..artifacts.config import ModelReference
+from ..assistant.models import load_drafter
 from ..devices import without_attention_plans
-from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, as_drafter
-from ..drafters.eagle.checkpoint import EagleCheckpoint, read_checkpoint
+from ..drafters import CausalLMDrafter, Drafter, EagleDrafter, MtpDrafter, as_drafter
+from ..drafters.eagle.checkpoint import EagleCheckpoint, holds_a_head, read_checkpoint
 from ..drafters.gemma4_assistant import Gemma4AssistantDrafter
 from ..errors import ConfigurationError, DynSpecError
 from ..fields import SettingError
 from ..loading import load_model, load_tokenizer, without_warnings_of_transformers
 from .policy_text import shorten_paths
 from .prompts import WorkloadPrompt, encode_workload, read_workload
-from .settings import INDEPENDENT, PairSettings, head_labels
+from .settings import INDEPENDENT, MTP, PairSettings, head_labels
 from .tables import parameter_count
 
 # The note of a measurement that was stopped from the keyboard.
@@ -39,16 +41,18 @@ class Pair:
 
     @property
     def drafter_model(self) -> PreTrainedModel | None:
-        """The small model, or None where there are EAGLE heads only."""
+        """The small model, or None if there is none."""
         drafter = self.drafters.get(INDEPENDENT)
         return drafter.model if isinstance(drafter, CausalLMDrafter | Gemma4AssistantDrafter) else None
 
     def described_models(self) -> dict[str, Any]:
-        """What is known of the target, the small model and the EAGLE heads by label, as JSON values."""
+        """What is known of the target, the small model or MTP layers, and the EAGLE heads by label, as JSON values."""
         heads = {label: one for label, one in self.drafters.items() if isinstance(one, EagleDrafter)}
         described: dict[str, Any] = {"target": _describe(self.target)}
         if self.drafter_model is not None:
             described["drafter"] = _describe(self.drafter_model)
+        elif MTP in self.drafters:
+            described["drafter"] = described["target"] | _describe_layers(self.drafters[MTP])
         if heads:
             described["eagle"] = {label: _describe_head(head) for label, head in heads.items()}
         return described
@@ -77,7 +81,7 @@ def open_pair(
     Args:
         settings: what to load. Settings, prompts and EAGLE heads are checked before any model is loaded.
         target, tokenizer, prompts: used instead of what the settings name.
-        drafter: likewise: a loaded small model or EAGLE head.
+        drafter: likewise: a loaded small model, EAGLE head or MTP layers.
         eagle: folders or Hub ids of EAGLE heads, which may take the small model's place.
         allow_pickle: as `EagleDrafter.from_pretrained`.
 
@@ -102,7 +106,7 @@ def open_pair(
         torch.set_num_threads(settings.threads or threads)
         target = target or _load(settings, "target")
         if drafter is None and settings.drafter:
-            drafter = _load(settings, "drafter")
+            drafter = _load_drafter(settings, target)
         _warn_of_larger(drafter, target)
         tokenizer = tokenizer or load_tokenizer(settings.target or target.name_or_path)
         drafters: dict[str, Drafter] = (
@@ -128,8 +132,8 @@ def open_pair(
 def load_models(
     settings: PairSettings, eagle: str | None = None, allow_pickle: bool = False
 ) -> tuple[PreTrainedModel, Drafter, Any]:
-    """Load a target, one drafter and their tokenizer: the small model that the settings name, or an EAGLE head from a
-    folder or the Hub, with `allow_pickle` as in `EagleDrafter.from_pretrained`.
+    """Load a target, one drafter and their tokenizer: what the settings name, or an EAGLE head from a folder or the
+    Hub, with `allow_pickle` as in `EagleDrafter.from_pretrained`.
 
     Raises:
         ConfigurationError: a model, the head or the tokenizer cannot be loaded, or there is not one drafter.
@@ -139,7 +143,7 @@ def load_models(
     heads = _read_heads([eagle] if eagle else [], allow_pickle)
     target = _load(settings, "target")
     if not heads:
-        drafter = _load(settings, "drafter")
+        drafter = _load_drafter(settings, target)
         _warn_of_larger(drafter, target)
         return target, as_drafter(drafter).for_target(target), load_tokenizer(str(settings.target))
     label, checkpoint = heads.popitem()
@@ -194,6 +198,8 @@ def _read_heads(sources: Sequence[str], allow_pickle: bool) -> dict[str, EagleCh
 
 def _label_of(drafter: PreTrainedModel | Drafter) -> str:
     """What a loaded drafter is shown as."""
+    if isinstance(drafter, MtpDrafter):
+        return MTP
     if not isinstance(drafter, EagleDrafter):
         return INDEPENDENT
     folder = drafter.checkpoint.folder
@@ -213,6 +219,12 @@ def _load(settings: PairSettings, role: str) -> PreTrainedModel:
     device = settings.resolved_device()
     dtype = settings.dtype or ("float32" if device.type == "cpu" else "auto")
     return load_model(getattr(settings, role), device=device, dtype=dtype, role=role)
+
+
+def _load_drafter(settings: PairSettings, target: PreTrainedModel) -> PreTrainedModel | Drafter:
+    name = str(settings.drafter)
+    is_of_target = name == MTP or (os.path.isdir(name) and holds_a_head(name))
+    return load_drafter(name, target) if is_of_target else _load(settings, "drafter")
 
 
 def room_for_prompt(settings: PairSettings, target: PreTrainedModel, drafter: Drafter | None) -> int | None:
@@ -244,6 +256,12 @@ def _describe(model: PreTrainedModel) -> dict[str, Any]:
         "device": str(model.device),
         "attention": model.config._attn_implementation,
     }
+
+
+def _describe_layers(layers: MtpDrafter) -> dict[str, Any]:
+    """What differs from the target's description."""
+    parameters = sum(one.numel() for one in layers.module.parameters())
+    return {"class": type(layers).__name__, "parameters": parameters, "head_rows": layers.head.weight.shape[0]}
 
 
 def _describe_head(head: EagleDrafter) -> dict[str, Any]:

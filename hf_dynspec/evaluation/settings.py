@@ -20,6 +20,8 @@ MOST_THREADS = 1024
 
 # The label of the independent small model among the drafters; EAGLE heads go by the names of their folders.
 INDEPENDENT = "drafter"
+# The target's own MTP layers, by name and by label.
+MTP = "mtp"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class PairSettings:
 
     Args:
         target: folder or Hub id of the model to speed up. May be left out where loaded models are passed.
-        drafter: folder or Hub id of the small model.
+        drafter: folder or Hub id of the small model, or `"mtp"` for the target's own MTP layers.
         prompts: JSON lines files, see `read_workload`.
         policies: what `parse_policy` understands, or policies by the name to show.
         max_new_tokens: tokens to generate for each prompt.
@@ -218,7 +220,7 @@ def head_labels(sources: Sequence[str]) -> list[str]:
     """What EAGLE heads from these folders or Hub ids are shown as: the last component of each name, and the one before
     it where that is not enough. Raises `ConfigurationError` if that does not tell two apart."""
     parts = [Path(source).absolute().parts if Path(source).is_dir() else Path(source).parts for source in sources]
-    last = [Counter([INDEPENDENT, *("/".join(one[-count:]) for one in parts)]) for count in (1, 2)]
+    last = [Counter([INDEPENDENT, MTP, *("/".join(one[-count:]) for one in parts)]) for count in (1, 2)]
     labels = []
     for one in parts:
         label = next((text for count in (1, 2) if last[count - 1][text := "/".join(one[-count:])] == 1), None)

@@ -18,6 +18,7 @@ from accelerate.commands.launch import launch_command_parser
 from cases import representatives
 from eagle_heads import random_head
 from models import random_router
+from mtp_models import write_layer_for
 from pocket import DRAFTER_WIDTH, POCKET, TARGET_SHAPE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -50,6 +51,8 @@ LOCAL = {
     "hf-dynspec/qwen2.5-vocabulary-drafter-router": Path("router"),
     "hf-dynspec/qwen2.5-vocabulary-eagle3-router": Path("router-of-the-head"),
 }
+# What is downloaded by such a name later: the pocket target has no layers for multi-token prediction.
+DOWNLOADED = LOCAL | {"Qwen/Qwen3-8B": Path("with-mtp-layers")}
 NEW_TOKENS = 128
 DOMAINS = ("code", "law", "med", "books", "math", "german")
 
@@ -102,7 +105,7 @@ def hub_on_disk(tmp_path_factory) -> Iterator[None]:
                 return loaded
 
             patch.setattr(loader, "from_pretrained", load)
-        patch.setattr("hf_dynspec.artifacts.hub.snapshot_download", lambda name, **_: str(LOCAL[name]))
+        patch.setattr("hf_dynspec.artifacts.hub.snapshot_download", lambda name, **_: str(DOWNLOADED[name]))
 
         def push(directory: str, repo_id: str, **_: Any) -> None:
             shutil.copytree(directory, LOCAL[repo_id])
@@ -116,6 +119,7 @@ def hub_on_disk(tmp_path_factory) -> Iterator[None]:
         random_head("eagle3", size, draft_vocabulary=8192, **TARGET_SHAPE).write(Path("path/to/eagle-head"))
         shortlist = read_static_shortlist("path/to/ranking", engine="transformers", size=8192)
         write_custom_generate(Path("path/to/shortlist"), shortlist)
+        write_layer_for(AutoModelForCausalLM.from_pretrained("path/to/target"), DOWNLOADED["Qwen/Qwen3-8B"])
         yield
 
 

@@ -130,6 +130,19 @@ def read_checkpoint(
     return replace(checkpoint, folder=str(folder.absolute()))
 
 
+def holds_a_head(folder: str | os.PathLike) -> bool:
+    """Whether a folder holds an EAGLE head, and not a model: by the names of its tensors, if these are in
+    safetensors, and otherwise by its configuration."""
+    folder = Path(folder)
+    try:
+        config, files = read_json(folder, CONFIG_FILE), safetensors_files(folder)
+        headers = {} if files is None else read_headers(files)
+    except ArtifactError:
+        return False
+    is_named = "speculators_model_type" in config or "draft_vocab_size" in config
+    return is_named or any(name == "fc.weight" or name.startswith("midlayer.") for name in headers)
+
+
 def write_checkpoint(directory: str | os.PathLike, checkpoint: EagleCheckpoint) -> Path:
     """Write a checkpoint as `config.json` and `model.safetensors`, in its own format, and return the folder, which is
     made if needed.

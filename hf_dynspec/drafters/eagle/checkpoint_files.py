@@ -50,15 +50,25 @@ def safetensors_files(folder: Path) -> list[Path] | None:
         return [folder / WEIGHTS_FILE]
     if not is_there(folder / INDEX_FILE):
         return None
+    return shards_of(folder, set(read_weight_map(folder).values()))
+
+
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as the index of a checkpoint says. Raises `ArtifactError` if it is damaged."""
     shards = read_json(folder, INDEX_FILE).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
         raise ArtifactError(f"{INDEX_FILE}: weight_map", "must map tensors to files", FETCH_AGAIN)
-    for name in sorted(set(shards.values())):
+    return shards
+
+
+def shards_of(folder: Path, names: Iterable[str]) -> list[Path]:
+    """The files of these names, in order. Raises `ArtifactError` if one is no name of safetensors, or not there."""
+    for name in sorted(names):
         # A path could lead anywhere on the disk.
         if not _SHARD_NAME.fullmatch(name) or not is_there(folder / name):
             problem = f"names {shown_value(name)}, which is not there"
             raise ArtifactError(f"{INDEX_FILE}: weight_map", problem, FETCH_AGAIN)
-    return [folder / name for name in sorted(set(shards.values()))]
+    return [folder / name for name in sorted(names)]
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:

@@ -1,6 +1,5 @@
 """The systems that a run compares: baselines, and an assistant for each drafter, policy and shape of drafts."""
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from transformers import PreTrainedModel
 from ...alignment.settings import OnlineAlignment
 from ...assistant import DynSpecAssistant
 from ...devices import has_graphs
-from ...drafters import EagleDrafter
 from ...drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ...errors import ConfigurationError
 from ...kernels import prepare_kernels
@@ -21,7 +19,7 @@ from ...shortlists import ShortlistPolicy
 from ...tree_config import AUTO, TreeConfig
 from ..head_product import head_product, why_not_head_product
 from ..pair import Pair
-from ..settings import SystemsSettings
+from ..settings import MTP, SystemsSettings
 from ..tree_text import format_tree
 
 PLAIN = "plain"
@@ -203,8 +201,7 @@ def _assistant(
     drafter = pair.drafters[parts.drafter]
     if alignment is not None:
         # A twin with weights of its own is trained, so that other systems' drafter stays as it is.
-        is_head = isinstance(drafter, EagleDrafter)
-        drafter = EagleDrafter(drafter.checkpoint, pair.target) if is_head else copy.deepcopy(pair.drafter_model)
+        drafter = drafter.copy()
     assistant = DynSpecAssistant(
         drafter,
         policy,
@@ -222,7 +219,8 @@ def _assistant(
 def _why_not_transformers(pair: Pair) -> str | None:
     """Why transformers' assisted generation cannot draft with this pair's small model; None if it can."""
     if pair.drafter_model is None:
-        return "it drafts with an independent model, and there are EAGLE heads only"
+        others = "MTP layers" if MTP in pair.drafters else "EAGLE heads"
+        return f"it drafts with an independent model, and there are {others} only"
     rows, drafter_rows = (one.config.get_text_config().vocab_size for one in (pair.target, pair.drafter_model))
     if rows == drafter_rows:
         return None

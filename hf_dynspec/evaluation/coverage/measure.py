@@ -15,12 +15,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ...assistant import DynSpecAssistant
-from ...drafters import Drafter, EagleDrafter
+from ...drafters import Drafter
 from ...fields import SettingError
 from ...protocol import VocabularyInfo
 from ...shortlists import ShortlistPolicy, ShortlistState
 from ..pair import INTERRUPTION, Pair, generation_config, open_pair, utc_now
 from ..prompts import WorkloadPrompt, read_workload
+from ..settings import MTP
 from .result import CoverageResult, DepthCoverage, TextCoverage
 from .rounds import RoundFigures, RoundsAlongText, learns_from_verdicts
 from .settings import CoverageSettings
@@ -60,11 +61,14 @@ def measure_coverage(
     prompts = read_workload(settings.prompts, settings.limit) if prompts is None else list(prompts)
     policies = settings.policies_by_domain(list(dict.fromkeys(prompt.domain for prompt in prompts)))
     eagle = [settings.eagle] if settings.eagle and drafter is None else []
-    if (eagle or isinstance(drafter, EagleDrafter)) and settings.max_new_tokens < 3:
+    reads_target = (
+        drafter.reads if isinstance(drafter, Drafter) else eagle or (drafter is None and settings.drafter == MTP)
+    )
+    if reads_target and settings.max_new_tokens < 3:
         raise SettingError(
             "max_new_tokens",
-            "must be at least 3 for an EAGLE head, which drafts neither the first token of a text nor the last, got "
-            f"{settings.max_new_tokens}",
+            "must be at least 3 for an EAGLE head or MTP layers, which draft neither the first token of a text nor "
+            f"the last, got {settings.max_new_tokens}",
         )
     given = {"eagle": eagle, "allow_pickle": settings.allow_pickle}
     with open_pair(settings, target, drafter, tokenizer, prompts, **given) as pair:
