@@ -294,7 +294,7 @@ def test_what_it_cannot_do_is_refused(target, assistant):
         DynSpecAssistant(assistant, target=target, alignment=OnlineAlignment())
     with pytest.raises(NotBoundError, match="beside its target"):
         _ = as_drafter(assistant).head
-    with pytest.raises(UnsupportedError, match="a drafter must be a model"):
+    with pytest.raises(ConfigurationError, match="there is no such folder"):
         DynSpecAssistant("./nowhere", target=target)
     with pytest.raises(ConfigurationError, match="top_clusters"):
         NativeShortlist(0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from calls import assert_same, generate
 from cases import representatives
+from eagle_heads import random_head
 from models import (
     EOS,
     PAD,
@@ -40,6 +41,7 @@ from transformers import (
 )
 
 from hf_dynspec import (
+    ConfigurationError,
     DynSpecAssistant,
     DynSpecCandidateGenerator,
     DynSpecError,
@@ -50,6 +52,7 @@ from hf_dynspec import (
     loading,
 )
 from hf_dynspec.cache_names import CACHE, returned_cache
+from hf_dynspec.drafters import CausalLMDrafter, EagleDrafter
 from hf_dynspec.loading import local_tokenizer
 from hf_dynspec.shortlists import POLICIES
 
@@ -529,11 +532,34 @@ def test_the_targets_default_cache_gives_way_to_a_dynamic_one(setting, value, ta
     assert getattr(target.generation_config, setting) == value
 
 
-@pytest.mark.parametrize("thing", [None, "gpt2", torch.nn.Linear(3, 3)])
+@pytest.mark.parametrize("thing", [None, 7, torch.nn.Linear(3, 3)])
 def test_other_things_than_models_are_refused_on_either_side(thing, drafter):
     for bind in (lambda: DynSpecAssistant(thing), lambda: DynSpecAssistant(drafter).bind(thing)):
         with pytest.raises(UnsupportedError, match=r"AutoModelForCausalLM\.from_pretrained"):
             bind()
+
+
+def test_names_of_nothing_are_refused(drafter, target):
+    with pytest.raises(ConfigurationError, match="no drafter named 'hybrid': name a folder or a repository"):
+        DynSpecAssistant("hybrid")
+    with pytest.raises(UnsupportedError, match=r"AutoModelForCausalLM\.from_pretrained"):
+        DynSpecAssistant(drafter).bind("gpt2")
+    with pytest.raises(ConfigurationError, match="there is no such folder"):
+        DynSpecAssistant("./nowhere", target=target)
+
+
+def test_a_folder_is_what_it_holds(tmp_path, target, drafter):
+    """A model, or a head for the target, which is loaded once there is one."""
+    drafter.save_pretrained(tmp_path / "model")
+    random_head("eagle3", features=3).write(tmp_path / "head")
+    four = tiny(num_hidden_layers=4)
+    for name, kind in (("model", CausalLMDrafter), ("head", EagleDrafter)):
+        assistant = DynSpecAssistant(tmp_path / name)
+        with pytest.raises(NotBoundError, match="is loaded for a target"):
+            _ = assistant.drafter.head
+        assert type(assistant.bind(four).drafter) is kind
+        assert_same(four, assistant, prompt(12))
+        assistant.unbind()
 
 
 def test_models_that_cannot_draft_or_verify_are_refused_on_either_side(target, drafter):
