@@ -1,7 +1,6 @@
 """Checks of a target at binding: whether its cache can be rolled back, whether it takes trees, and up to which length
 its rotary embedding is stable."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from ..errors import UnsupportedError
 from ..kernels import QueryRows
 from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
+from ..memory.recurrent import positions_from
 from ..modeling.parts import FORWARD_ERRORS, agree, input_device, output_rows, require_finite_weights
 from ..protocol import Candidates
 
@@ -140,10 +140,10 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
         text = torch.ones(1, length + 1, dtype=torch.int64, device=device)
         verified = verify(text, tree, caches[0])[-1].float()
         path = torch.cat([text[:, -1:], path], dim=1)
-        # Models that read images may add to positions of their own what the last image took.
-        positions = {"position_ids": torch.arange(length, length + path.shape[1], device=device).unsqueeze(0)}
-        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        alone = model(input_ids=path, **cache_inputs(caches[1]), **(positions if takes_positions else {}))
+        # Models that read images may add to positions of their own what the last image took. Verifications name them.
+        reads_images = model.config.get_text_config() is not model.config
+        positions = positions_from(model, length, path.shape[1], device) if reads_images else {}
+        alone = model(input_ids=path, **cache_inputs(caches[1]), **positions)
         alone = alone.logits[0, -1].float()
     except FORWARD_ERRORS as error:
         raise UnsupportedError(

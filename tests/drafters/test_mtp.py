@@ -412,10 +412,10 @@ def test_the_name_is_resolved_for_each_target(saved):
     assert_same(second, assistant)
     with pytest.raises(ConfigurationError, match="no drafter named 'mpt': name a folder"):
         DynSpecAssistant("mpt")
-    with pytest.raises(NotBoundError, match="is read from the target's checkpoint"):
+    with pytest.raises(NotBoundError, match="is loaded for a target"):
         DynSpecAssistant("mtp", alignment=OnlineAlignment())
     with pytest.raises(ArtifactError, match="it has 64 and 301"):
-        DynSpecAssistant(drafter, target=tiny(hidden_size=64))
+        DynSpecAssistant(MtpDrafter.from_pretrained(first), target=tiny(hidden_size=64))
 
 
 def test_artifacts_name_mtp_layers(target, tmp_path):

@@ -5,7 +5,9 @@ import copy
 import itertools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
+import image_models
 import pytest
 import torch
 from cases import representatives
@@ -21,6 +23,7 @@ from hf_dynspec.protocol import Needs, VocabularyInfo
 from hf_dynspec.shortlists import ShortlistState
 from hf_dynspec.shortlists.full import FullShortlist
 
+ROOT = Path(__file__).parents[2]
 PROMPT_LENGTH, NEW_TOKENS = 10, 34
 TREE = TreeConfig(total_tokens=16, depth=3, top_k=4)
 # All nodes that the drafter scores at four levels.
@@ -201,6 +204,19 @@ def test_policies_observe_the_targets_likeliest_tokens_in_the_prompt(model, plai
         expected = model(plain[:, :PROMPT_LENGTH]).logits[0].topk(3).indices
     (observed,) = listener.top_ids
     assert torch.equal(observed.sort(-1).values, expected.sort(-1).values)
+
+
+def test_the_page_says_what_these_tests_expect():
+    """Of each family whether it is a target and a drafter, of chains and of trees."""
+    lines = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| `")]
+    pages = {family: [cell == "yes" for cell in row] for family, *row in cells}
+    assert set(SETTINGS) | set(image_models.FAMILIES) == set(pages)
+    for family in SETTINGS:
+        chains, trees, _, drafts, drafts_trees = pages[family]
+        assert (chains, drafts) == (family not in NO_TARGET, family not in NO_DRAFTER), family
+        assert trees == (chains and family not in NO_TREE_TARGET), family
+        assert drafts_trees == (drafts and family not in NO_TREE_DRAFTER), family
 
 
 # Drafters ------------------------------------------------------------------------------------------------------------

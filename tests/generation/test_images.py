@@ -1,6 +1,7 @@
 """Targets that read images: their own output, in chains and trees, with drafters that read text alone."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,17 @@ def test_the_output_is_the_targets_own(family):
             assert torch.equal(generate(target, assistant, **one), expected)
             assert 0 < assistant.stats.accepted < assistant.stats.drafted
             assistant.unbind()
+
+
+def test_the_page_says_what_these_tests_expect():
+    text = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip(" `") for cell in line.split("|")[1:4]] for line in text.splitlines() if line.startswith("| `")
+    ]
+    pages = {family: [cell == "yes" for cell in row] for family, *row in rows}
+    for family in FAMILIES:
+        is_target = family not in NO_TARGET
+        assert pages[family] == [is_target, is_target and family not in NO_TREE], family
 
 
 def test_the_image_matters():
