@@ -152,13 +152,15 @@ class CausalLMDrafter(Drafter):
         return self._agree(both.advance(text)[-1], one_by_one.advance(text)[-1])
 
     def require_trees(self) -> None:
+        if not self._has_states:
+            require_tree_masks(self.model)
+            require_known_kinds(self.model)
         if self.has_own_layers:
+            kept = "a recurrent state" if self._has_states else "convolutions of earlier tokens"
             raise UnsupportedError(
-                f"{type(self.model).__name__} caches more than keys and values, such as convolutions of earlier "
-                "tokens or a recurrent state, which would mix the branches of a tree. Draft chains with tree=False."
+                f"{type(self.model).__name__} caches more than keys and values, such as {kept}, which would mix the "
+                "branches of a tree. Draft chains with tree=False."
             )
-        require_tree_masks(self.model)
-        require_known_kinds(self.model)
         text = self._arbitrary_tokens(16)
 
         def trial() -> tuple[torch.Tensor, torch.Tensor]:
