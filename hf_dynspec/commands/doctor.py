@@ -12,10 +12,14 @@ from .common import ResultsFile, about, claim_results, progress_bar, wide_consol
 if TYPE_CHECKING:
     from ..evaluation.doctor.estimate import EstimateSettings
     from ..evaluation.doctor.settings import DoctorSettings
+    from ..evaluation.settings import PairSettings
 
 # What an estimate from configurations takes, and nothing else; and what it takes as a measurement does.
 _OF_ESTIMATES = ("config", "device_memory_bandwidth", "launch_latency", "device_flops", "acceptance", "cached_tokens")
 _OF_BOTH = ("policy", "temperature", "num_assistant_tokens", "dtype", "json_file")
+
+# And what it takes to say what can draft for a target.
+_OF_TARGETS = {"target", "dtype", "device", "threads", "json_file"}
 
 
 def doctor(
@@ -77,8 +81,8 @@ def doctor(
     """Say whether drafting pays for a target and a drafter on this computer, with which settings, and why.
 
     It measures all policies with chains of one length, then two other lengths and trees with the best policy, on as
-    many prompts as the seconds allow. With --config, it counts operations and bytes of both models instead, for a
-    machine that need not be there.
+    many prompts as the seconds allow. Without a drafter it says what can draft for the target. With --config, it
+    counts operations and bytes of both models instead, for a machine that need not be there.
     """
     given = {
         parameter.name: "--prompts" if parameter.name == "more" else parameter.opts[0]
@@ -101,7 +105,11 @@ def doctor(
         if name in given:
             raise ConfigurationError(f"{given[name]} is for estimates: name two configurations with --config")
     from ..evaluation.doctor.settings import POLICIES, DoctorSettings
+    from ..evaluation.settings import PairSettings
 
+    if target is not None and given.keys() <= _OF_TARGETS:
+        _print_ways(options.settings_of(context, PairSettings), claim_results(context, json_file))
+        return
     files = [*(prompts or []), *(more or [])]
     shape = None if tree == "none" else tree
     settings = options.settings_of(context, DoctorSettings, prompts=files, policies=policy or POLICIES, tree=shape)
@@ -134,6 +142,18 @@ def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile) -> None:
     console = wide_console()
     console.print(about(diagnosis.models, diagnosis.threads, settings.max_new_tokens, None), highlight=False)
     console.print(diagnosis)
+    results.end()
+
+
+def _print_ways(settings: "PairSettings", results: ResultsFile) -> None:
+    from ..evaluation.doctor.drafters import ways_to_draft
+    from ..evaluation.pair import load_part
+
+    ways = ways_to_draft(load_part(settings, "target"), str(settings.target))
+    results.save(ways.to_dict)
+    console = wide_console()
+    for line in ways.report():
+        console.print(line, markup=False, highlight=False)
     results.end()
 
 

@@ -104,7 +104,7 @@ def open_pair(
         threads = torch.get_num_threads()
         stack.callback(torch.set_num_threads, threads)
         torch.set_num_threads(settings.threads or threads)
-        target = target or _load(settings, "target")
+        target = target or load_part(settings, "target")
         if drafter is None and settings.drafter:
             drafter = _load_drafter(settings, target)
         _warn_of_larger(drafter, target)
@@ -141,7 +141,7 @@ def load_models(
     if (settings.drafter is None) == (eagle is None):
         raise ConfigurationError("name one drafter: a small model or an EAGLE head")
     heads = _read_heads([eagle] if eagle else [], allow_pickle)
-    target = _load(settings, "target")
+    target = load_part(settings, "target")
     if not heads:
         drafter = _load_drafter(settings, target)
         _warn_of_larger(drafter, target)
@@ -215,7 +215,8 @@ def _naming_head(label: str) -> Iterator[None]:
         raise ConfigurationError(f"the EAGLE head {label}: {error}") from error
 
 
-def _load(settings: PairSettings, role: str) -> PreTrainedModel:
+def load_part(settings: PairSettings, role: str) -> PreTrainedModel:
+    """Load the target, or a small model that drafts. Raises `ConfigurationError` if it cannot be loaded."""
     device = settings.resolved_device()
     dtype = settings.dtype or ("float32" if device.type == "cpu" else "auto")
     return load_model(getattr(settings, role), device=device, dtype=dtype, role=role)
@@ -224,7 +225,7 @@ def _load(settings: PairSettings, role: str) -> PreTrainedModel:
 def _load_drafter(settings: PairSettings, target: PreTrainedModel) -> PreTrainedModel | Drafter:
     name = str(settings.drafter)
     is_of_target = name == MTP or (os.path.isdir(name) and holds_a_head(name))
-    return load_drafter(name, target) if is_of_target else _load(settings, "drafter")
+    return load_drafter(name, target) if is_of_target else load_part(settings, "drafter")
 
 
 def room_for_prompt(settings: PairSettings, target: PreTrainedModel, drafter: Drafter | None) -> int | None:

@@ -13,15 +13,16 @@ import pytest
 import torch
 from models import perturbed, tiny, word_tokenizer
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_dynspec import AutomaticShortlist, DynSpecAssistant, FrequencyShortlist, FullShortlist, HybridShortlist
 from hf_dynspec.commands import app
-from hf_dynspec.errors import ConfigurationError, NotBoundError
+from hf_dynspec.errors import ConfigurationError, NotBoundError, UnsupportedError
 from hf_dynspec.evaluation.coverage.settings import CoverageSettings
 from hf_dynspec.evaluation.doctor import measure
 from hf_dynspec.evaluation.doctor.diagnosis import OWN_POLICY, Diagnosis, TimedCall, TimedSetting
+from hf_dynspec.evaluation.doctor.drafters import ways_to_draft
 from hf_dynspec.evaluation.doctor.measure import by_turns, diagnose_pair
 from hf_dynspec.evaluation.doctor.settings import POLICIES, DoctorSettings
 from hf_dynspec.evaluation.policy_text import policy_in_python
@@ -439,7 +440,8 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, undisturbed):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--target", "nowhere"), "name the drafter"),
+        (("--target", "nowhere"), "There is no folder nowhere here"),
+        (("--target", "nowhere", "--policy", "full"), "name the drafter"),
         (("--drafter", "nowhere"), "name the target"),
         (("--target", "nowhere", "--drafter", "x", "--eagle", "y"), "name a drafter or an EAGLE head, not both"),
         (("--target", "nowhere", "--drafter", "x"), "nowhere"),
@@ -456,6 +458,22 @@ def test_bad_input_is_refused_before_models_are_loaded(words, problem):
     result = invoke(*words)
     assert result.exit_code != 0
     assert problem in str(result.exception)
+
+
+def test_without_a_drafter_it_says_what_can_draft(tmp_path):
+    results = tmp_path / "ways.json"
+    result = invoke("--target", POCKET / "target", "--json", results)
+    assert result.exit_code == 0, result.output
+    ways = {way["drafter"]: way["why_not"] for way in json.loads(results.read_text())["ways"]}
+    assert [drafter for drafter, why_not in ways.items() if why_not is None] == [
+        "a small model with the same tokenizer",
+        "an EAGLE head",
+    ]
+    assert "has no multi-token-prediction layers" in ways["its own MTP layers"]
+    assert "Batches and graphs: yes" in result.output and "Trees: yes" in result.output
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=301, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(UnsupportedError, match="read one by one"):
+        ways_to_draft(mamba.eval(), "mamba")
 
 
 def test_an_assistant_without_a_target_or_a_tokenizer_is_refused(target, drafter):
