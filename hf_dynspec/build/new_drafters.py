@@ -1,0 +1,200 @@
+"""Drafters before their training: an EAGLE head of a target, or a small model with the target's vocabulary."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from ..artifacts.config import LIBRARY_NAME
+from ..drafters import CausalLMDrafter, EagleDrafter
+from ..drafters.eagle.checkpoint import EagleCheckpoint
+from ..errors import ConfigurationError, UnsupportedError
+from ..modeling.head import DynamicLMHead
+from ..modeling.parts import decoder_of
+
+LAYOUTS = ("eagle3", "eagle2")
+# The fewest layers of a target that give three different hidden states.
+_FEWEST_LAYERS = 3
+# Outputs of a fresh layer are small beside what goes around it.
+_SMALL = 0.02
+# Attention heads have this width if the target's own shape cannot be taken over.
+_HEAD_DIM = 64
+# Rows of an output projection that decide the directions of a narrower one.
+_MOST_ROWS = 32_768
+
+
+def hidden_states_read(layers: int) -> tuple[int, ...]:
+    """The hidden states that a new EAGLE-3 head reads of a target with so many layers: EAGLE's own choice, or three
+    others if the target is too shallow for it.
+
+    Raises:
+        UnsupportedError: there are no three.
+    """
+    if layers < _FEWEST_LAYERS:
+        raise UnsupportedError(
+            f"the target has {layers} layers, and an EAGLE-3 head reads the hidden states of three. Train an EAGLE-2 "
+            "head (--layout eagle2), or a drafter of its own."
+        )
+    usual = (2, layers // 2, layers - 3)
+    return usual if len({0, 1, *usual}) == 5 and usual[1] < usual[2] else (layers // 4, layers // 2, layers - 1)
+
+
+def new_eagle_head(
+    target: PreTrainedModel,
+    features: Callable[[], tuple[torch.Tensor, ...]],
+    layout: str = "eagle3",
+    intermediate_size: int | None = None,
+    seed: int = 0,
+) -> EagleDrafter:
+    """An EAGLE head in the official layout, with random weights and with the target's embedding and projection.
+
+    Args:
+        features: gives the target's hidden states along some text, each `[n, d]`. Their size decides that of `fc`.
+        layout: one of `LAYOUTS`.
+        intermediate_size: of the layer's MLP (None: the target's).
+        seed: of the weights.
+
+    Raises:
+        UnsupportedError: the target has too few layers, or embeds tokens in another width.
+    """
+    is_third, config = layout == "eagle3", target.config.get_text_config()
+    width, layers = config.hidden_size, config.num_hidden_layers
+    reads = hidden_states_read(layers) if is_third else (layers,)
+    head = {
+        "architectures": ["LlamaForCausalLMEagle3" if is_third else "LlamaForCausalLM"],
+        "library_name": LIBRARY_NAME,
+        "hidden_size": width,
+        "intermediate_size": intermediate_size or _intermediate_size(config),
+        **_attention_shape(config),
+        "num_hidden_layers": 1,
+        "vocab_size": config.vocab_size,
+        "bias": False,
+        "torch_dtype": "bfloat16",
+    }
+    if is_third:
+        head |= {"draft_vocab_size": config.vocab_size, "tie_word_embeddings": False}
+    if is_third and reads != (2, layers // 2, layers - 3):
+        head["eagle_aux_hidden_state_layer_ids"] = list(reads)
+        if min(reads):
+            outputs = [layer - 1 for layer in reads]
+            head["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
+    states, random = features(), torch.Generator().manual_seed(seed)
+    embedded = target.get_input_embeddings().weight[:_MOST_ROWS]
+    # Hidden states grow from layer to layer. All of them begin with an equal part in what the layer reads.
+    inputs = [states[layer] for layer in reads] if is_third else [embedded, states[-1]]
+    sizes = torch.stack([one.detach().float().norm(dim=-1).median().cpu() for one in inputs]).clamp_min(1e-6)
+    scales = (width / len(inputs)) ** 0.5 / sizes
+
+    def matrix(rows: int, columns: int, size: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=random) * (size * columns**-0.5)
+
+    inner, attended = head["intermediate_size"], head["num_attention_heads"] * head["head_dim"]
+    kept = head["num_key_value_heads"] * head["head_dim"]
+    prefix, read = ("midlayer", 2 * width) if is_third else ("layers.0", width)
+    fc = torch.randn(width, len(inputs) * width, generator=random) * width**-0.5
+    tensors = {
+        "fc.weight": fc * scales.repeat_interleave(width),
+        f"{prefix}.self_attn.q_proj.weight": matrix(attended, read),
+        f"{prefix}.self_attn.k_proj.weight": matrix(kept, read),
+        f"{prefix}.self_attn.v_proj.weight": matrix(kept, read),
+        f"{prefix}.self_attn.o_proj.weight": matrix(width, attended, 0.5),
+        f"{prefix}.mlp.gate_proj.weight": matrix(inner, width),
+        f"{prefix}.mlp.up_proj.weight": matrix(inner, width),
+        f"{prefix}.mlp.down_proj.weight": matrix(width, inner, 0.5),
+        f"{prefix}.post_attention_layernorm.weight": torch.ones(width),
+    }
+    if is_third:
+        tensors |= {f"{prefix}.{name}.weight": torch.ones(width) for name in ("hidden_norm", "input_layernorm")}
+        tensors["norm.weight"] = _final_norm(target)
+    return EagleDrafter(EagleCheckpoint.from_parts(head, tensors), target, dtype=torch.float32)
+
+
+def new_small_drafter(
+    target: PreTrainedModel, layers: int = 2, width: int | None = None, seed: int = 0
+) -> CausalLMDrafter:
+    """A Llama model with the target's vocabulary, whose embedding and projection are one: the directions of the
+    target's projection in which its rows differ most. Other weights are random.
+
+    Args:
+        layers: of the model.
+        width: of its hidden states, at most the target's (None: half of that).
+        seed: of the weights.
+    """
+    config, projection = target.config.get_text_config(), DynamicLMHead.from_model(target)
+    rows = projection.weight.float() * _final_norm(target).to(projection.device)
+    width = width or max(_HEAD_DIM, rows.shape[1] // (2 * _HEAD_DIM) * _HEAD_DIM)
+    head_dim = min(_HEAD_DIM, width)
+    if width > rows.shape[1] or width % head_dim:
+        raise ConfigurationError(
+            f"a width of {width} does not fit: it must be a multiple of {_HEAD_DIM}, and at most the target's, "
+            f"{rows.shape[1]}"
+        )
+    small = LlamaConfig(
+        vocab_size=rows.shape[0],
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // head_dim,
+        num_key_value_heads=width // head_dim,
+        head_dim=head_dim,
+        max_position_embeddings=_positions(config),
+        tie_word_embeddings=True,
+        **{name: getattr(target.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
+    small.library_name = LIBRARY_NAME
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(small).eval()
+    sample = rows[:: -(-rows.shape[0] // _MOST_ROWS)]
+    directions = torch.linalg.eigh((sample.T @ sample).cpu()).eigenvectors[:, -width:]
+    with torch.no_grad():
+        model.get_output_embeddings().weight.copy_(rows.cpu() @ directions)
+    return CausalLMDrafter(model.to(target.device))
+
+
+def _intermediate_size(config: Any) -> int:
+    size = getattr(config, "intermediate_size", None)
+    return size if isinstance(size, int) else 4 * config.hidden_size
+
+
+def _positions(config: Any) -> int:
+    most = getattr(config, "max_position_embeddings", None)
+    return most if isinstance(most, int) else 4096
+
+
+def _attention_shape(config: Any) -> dict[str, Any]:
+    """The settings of attention, as the target has them if a Llama layer can."""
+    heads = config.num_attention_heads
+    kept, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // heads
+    if heads % kept or head_dim % 2:
+        heads = kept = max(1, config.hidden_size // _HEAD_DIM)
+        head_dim = _HEAD_DIM
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta, activation = rope.get("rope_theta"), getattr(config, "hidden_act", None)
+    return {
+        "model_type": "llama",
+        "num_attention_heads": heads,
+        "num_key_value_heads": kept,
+        "head_dim": head_dim,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        "rope_theta": theta or 10_000.0,
+        "max_position_embeddings": _positions(config),
+        "hidden_act": activation if activation in ("silu", "gelu_pytorch_tanh") else "silu",
+    }
+
+
+def _final_norm(target: PreTrainedModel) -> torch.Tensor:
+    """`[d]`, fp32 on the CPU: the scale of the target's last norm; ones if it has none that this can read."""
+    width = target.config.get_text_config().hidden_size
+    signs = torch.ones(width)
+    signs[1::2] = -1
+    norms = [one for one in decoder_of(target).children() if type(one).__name__.lower().endswith("norm")]
+    for norm in norms[-1:]:
+        weight = getattr(norm, "weight", None)
+        if weight is not None and weight.shape == (width,):
+            # Families differ in how they store the scale. Numbers of size one tell what it does.
+            with torch.no_grad():
+                return norm(signs.to(weight)).float().cpu() * signs
+    return signs.abs()
