@@ -12,8 +12,8 @@ from ..errors import UnsupportedError
 from ..modeling.head import DynamicLMHead, finish_logits
 from ..modeling.parts import decoder_of
 
-# Rows of logits that are held at a time: on a CPU they stay in its caches.
-_ROWS_ON_CPU, _ROWS = 32, 512
+# Rows of logits that are held at a time.
+_ROWS_ON_CPU, _ROWS = 128, 512
 # At which acceptance is judged.
 TEMPERATURE = 0.8
 
@@ -26,6 +26,14 @@ class HeldOutFigures:
     agreement: list[float]  # by draft step: how often both have the same most probable token
     acceptance: list[float]  # by draft step: the probability that verification accepts a token drawn at `TEMPERATURE`
     acceptance_length: float  # tokens of a round at `TEMPERATURE`, the target's own one included
+
+
+@torch.no_grad()
+def target_states(target: PreTrainedModel, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A target's hidden states along a text, int64 `[n]`: its embedding and those after layers, `[n, d]` each."""
+    text = text.unsqueeze(0).to(target.device)
+    outputs = decoder_of(target)(input_ids=text, output_hidden_states=True, use_cache=False)
+    return tuple(states[0] for states in outputs.hidden_states)
 
 
 class ScoredTokens:
@@ -101,13 +109,6 @@ class DraftLosses:
             )
         self._rows = _ROWS_ON_CPU if self._head.device.type == "cpu" else _ROWS
 
-    @torch.no_grad()
-    def target_states(self, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The target's hidden states along a text int64 `[n]`, each `[n, d]`: its embedding, and those after layers."""
-        text = text.unsqueeze(0).to(self.target.device)
-        outputs = decoder_of(self.target)(input_ids=text, output_hidden_states=True, use_cache=False)
-        return tuple(states[0] for states in outputs.hidden_states)
-
     def _unroll(self, text: torch.Tensor, states: tuple[torch.Tensor, ...], depth: int) -> list[torch.Tensor]:
         device = self.drafter.head.device
         reads = [states[layer].to(device) for layer in self.drafter.reads]
@@ -130,7 +131,7 @@ class DraftLosses:
         total = torch.zeros((), dtype=torch.float64)
         device = self.drafter.head.device
         for text in texts:
-            states = self.target_states(text)
+            states = target_states(self.target, text)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 outputs = self._unroll(text, states, min(depth, text.shape[0] - 1))
             gradients = [torch.zeros_like(one) for one in outputs]
@@ -180,7 +181,7 @@ class DraftLosses:
         of_drafter = _Rows(self.drafter.head, None, None, self._size)
         texts = [text for text in texts if text.shape[0] > self.depth + 1]
         for text in texts[:chains]:
-            states = self.target_states(text)
+            states = target_states(self.target, text)
             outputs = self._unroll(text, states, self.depth)
             last = outputs[-1].shape[0]
             starts = torch.linspace(0, last - 1, min(last, max(1, chains // len(texts)))).long()

@@ -1,8 +1,8 @@
 """Training of drafters: EAGLE heads and small models learn to say what their target would.
 
 Training-time test, as in EAGLE-3 (Li et al. 2025, section 3.2): chains are drafted after every prefix of a text at
-once, and a head reads its own outputs, as it will when it drafts. Nothing of the target's is stored; it reads the texts
-beside the drafter.
+once, and a head reads its own outputs, as it will when it drafts. Nothing of the target's is stored: it reads the
+texts beside the drafter.
 
 Data-parallel over accelerate's processes: every batch is the same as with one process, each process computes its part
 of it, and gradients are added up, so that the result is the same to rounding.
@@ -36,10 +36,12 @@ _WARM_UP = 0.04
 _WEIGHT_DECAY, _LONGEST_GRADIENT = 0.01, 1.0
 # Looks at the held-out texts, evenly over the training; and seconds until the early one, which chooses nothing.
 _LOOKS, _EARLY = 12, 60.0
+# If time is limited, training between two looks takes at least so many times as long as a look.
+_LOOK_SHARE = 12
 # Seconds after which the state is saved, if there are not enough steps before.
 _SAVE_AFTER = 60.0
 # Chains that a look judges.
-_CHAINS = 192
+_CHAINS = 128
 # Largest learning rate; and its product with the width of hidden states in wide models.
 _LARGEST_RATE, _RATE_BY_WIDTH = 3e-3, 0.5
 
@@ -85,6 +87,7 @@ class DrafterTrainingState:
 
     step: int = 0  # batches done
     seconds: float = 0.0  # that they took, with what came before the training
+    looked: tuple[float, float] = (0.0, 0.0)  # seconds at the end of the last look, and how long it took
     taken: list[int] = field(default_factory=lambda: [0, 0])  # texts of each kind that were read
     best: float = math.inf  # the lowest held-out loss
     looks: int = 0  # regular looks at the held-out texts
@@ -162,9 +165,11 @@ class DrafterTraining:
             self._step()
             state.seconds = self._agreed(time.monotonic() - started)
             progress(state, self.progress)
-            if self.progress * _LOOKS >= state.looks + 1:
+            if self._is_time_to_look():
                 state.looks = int(self.progress * _LOOKS)
                 self._look(report)
+                now = self._agreed(time.monotonic() - started)
+                state.looked = now, now - state.seconds
             elif state.seconds > _EARLY and not (state.looks or state.is_past_early_look):
                 state.is_past_early_look = True
                 report(state, self._judge())
@@ -228,6 +233,14 @@ class DrafterTraining:
         return float(broadcast(torch.tensor(seconds, dtype=torch.float64, device=self._accelerator.device)))
 
     # Looks ---------------------------------------------------------------------------------------------------------
+
+    def _is_time_to_look(self) -> bool:
+        state = self.state
+        if self.progress == 1:
+            return True
+        is_due = self.progress * _LOOKS >= state.looks + 1
+        end, took = state.looked
+        return is_due and (self._settings.minutes is None or state.seconds - end >= _LOOK_SHARE * took)
 
     def _judge(self) -> HeldOutFigures:
         return self._losses.judge(self._held_out, _CHAINS)
