@@ -14,10 +14,11 @@ from ..modeling.head import DynamicLMHead
 from ..modeling.parts import decoder_of
 
 LAYOUTS = ("eagle3", "eagle2")
-# The fewest layers of a target that give three different hidden states.
-_FEWEST_LAYERS = 3
-# Outputs of a fresh layer are small beside what goes around it.
-_SMALL = 0.02
+# The fewest layers of a target that give three different hidden states; and the fewest with EAGLE's own choice, which
+# leaves out the last layers. They are a large part of a shallow target, and a head cannot make up for them.
+_FEWEST_LAYERS, _FEWEST_USUAL = 3, 16
+# The part of a head's other inputs beside the last one, at first.
+_SMALL = 0.3
 # Attention heads have this width if the target's own shape cannot be taken over.
 _HEAD_DIM = 64
 # Rows of an output projection that decide the directions of a narrower one.
@@ -36,8 +37,9 @@ def hidden_states_read(layers: int) -> tuple[int, ...]:
             f"the target has {layers} layers, and an EAGLE-3 head reads the hidden states of three. Train an EAGLE-2 "
             "head (--layout eagle2), or a drafter of its own."
         )
-    usual = (2, layers // 2, layers - 3)
-    return usual if len({0, 1, *usual}) == 5 and usual[1] < usual[2] else (layers // 4, layers // 2, layers - 1)
+    if layers >= _FEWEST_USUAL:
+        return (2, layers // 2, layers - 3)
+    return (min(2, (layers - 1) // 3), layers // 2, layers - 1)
 
 
 def new_eagle_head(
@@ -81,10 +83,10 @@ def new_eagle_head(
             head["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
     states, random = features(), torch.Generator().manual_seed(seed)
     embedded = target.get_input_embeddings().weight[:_MOST_ROWS]
-    # Hidden states grow from layer to layer. All of them begin with an equal part in what the layer reads.
+    # Hidden states grow from layer to layer; `fc` makes up for it.
     inputs = [states[layer] for layer in reads] if is_third else [embedded, states[-1]]
     sizes = torch.stack([one.detach().float().norm(dim=-1).median().cpu() for one in inputs]).clamp_min(1e-6)
-    scales = (width / len(inputs)) ** 0.5 / sizes
+    scales = width**0.5 / sizes
 
     def matrix(rows: int, columns: int, size: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, columns, generator=random) * (size * columns**-0.5)
@@ -92,7 +94,9 @@ def new_eagle_head(
     inner, attended = head["intermediate_size"], head["num_attention_heads"] * head["head_dim"]
     kept = head["num_key_value_heads"] * head["head_dim"]
     prefix, read = ("midlayer", 2 * width) if is_third else ("layers.0", width)
-    fc = torch.randn(width, len(inputs) * width, generator=random) * width**-0.5
+    fc = torch.randn(width, len(inputs) * width, generator=random) * (_SMALL * width**-0.5)
+    # What the head feeds back is like the target's last hidden states. So is what it reads at first.
+    fc[:, -width:] += torch.eye(width)
     tensors = {
         "fc.weight": fc * scales.repeat_interleave(width),
         f"{prefix}.self_attn.q_proj.weight": matrix(attended, read),
@@ -123,11 +127,12 @@ def new_small_drafter(
     """
     config, projection = target.config.get_text_config(), DynamicLMHead.from_model(target)
     rows = projection.weight.float() * _final_norm(target).to(projection.device)
-    width = width or max(_HEAD_DIM, rows.shape[1] // (2 * _HEAD_DIM) * _HEAD_DIM)
+    half = rows.shape[1] // 2
+    width = width or half // _HEAD_DIM * _HEAD_DIM or half
     head_dim = min(_HEAD_DIM, width)
-    if width > rows.shape[1] or width % head_dim:
+    if width > rows.shape[1] or width % head_dim or head_dim % 2:
         raise ConfigurationError(
-            f"a width of {width} does not fit: it must be a multiple of {_HEAD_DIM}, and at most the target's, "
+            f"a width of {width} does not fit: give a multiple of {_HEAD_DIM}, and at most the target's, "
             f"{rows.shape[1]}"
         )
     small = LlamaConfig(
