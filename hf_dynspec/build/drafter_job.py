@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ _WINDOWS, _TRAINING = "windows.npz", "training.pt"
 _HELD_OUT, _WRITTEN = "held-out", "written"
 # Tokens of text that are kept at most, and windows of them that are held out.
 _MOST_TOKENS, _MOST_HELD_OUT = 20_000_000, 16
+# Tokens that a new drafter is made from, for each number of a hidden state.
+_SAMPLED = 12
 # Texts that the target writes at once.
 _TEXTS_ON_CPU, _TEXTS = 16, 64
 # If time is limited, the target writes during this part of it, times the share of texts that it is to write.
@@ -36,8 +38,8 @@ _WRITING = 0.5
 
 # Takes an activity, how much of it is done, and how much there is.
 Report = Callable[[str, int, int], None]
-# Makes a drafter; takes a function that gives the target's hidden states along some text.
-MakeDrafter = Callable[[Callable[[], tuple[torch.Tensor, ...]]], Drafter]
+# Makes a drafter; takes a function that gives some texts with the target's hidden states along them.
+MakeDrafter = Callable[[Callable[[], Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]]], Drafter]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +136,16 @@ def train_drafter(
             f"the texts give {counted(tokens, 'token')} to train on, which do not make one batch of "
             f"{settings.batch_tokens:,}: give more texts"
         )
-    states = partial(target_states, target, max(texts[:8], key=len))
-    drafter = make(states)
+
+    def sample_states() -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+        left = _SAMPLED * target.config.get_text_config().hidden_size
+        for text in texts:
+            yield text, target_states(target, text)
+            left -= len(text)
+            if left < 0:
+                break
+
+    drafter = make(sample_states)
     read = time.monotonic() - started
     length, batch = window + len(prefix), _TEXTS_ON_CPU if target.device.type == "cpu" else _TEXTS
     arguments = {"length": length, "size": batch, "seed": settings.seed}

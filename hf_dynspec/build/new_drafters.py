@@ -1,6 +1,6 @@
 """Drafters before their training: an EAGLE head of a target, or a small model with the target's vocabulary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,8 +17,11 @@ LAYOUTS = ("eagle3", "eagle2")
 # The fewest layers of a target that give three different hidden states; and the fewest with EAGLE's own choice, which
 # leaves out the last layers. They are a large part of a shallow target, and a head cannot make up for them.
 _FEWEST_LAYERS, _FEWEST_USUAL = 3, 16
-# The part of a head's other inputs beside the last one, at first.
+# The part of random inputs and outputs beside those that are made from the target's hidden states.
 _SMALL = 0.3
+# How sharply a new attention head tells its own token from others.
+_SHARP = 1.5
+_RIDGE, _FLAT = 0.01, 1e-3
 # Attention heads have this width if the target's own shape cannot be taken over.
 _HEAD_DIM = 64
 # Rows of an output projection that decide the directions of a narrower one.
@@ -44,15 +47,16 @@ def hidden_states_read(layers: int) -> tuple[int, ...]:
 
 def new_eagle_head(
     target: PreTrainedModel,
-    features: Callable[[], tuple[torch.Tensor, ...]],
+    sample: Callable[[], Iterable[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]],
     layout: str = "eagle3",
     intermediate_size: int | None = None,
     seed: int = 0,
 ) -> EagleDrafter:
-    """An EAGLE head in the official layout, with random weights and with the target's embedding and projection.
+    """An EAGLE head in the official layout, which shares the target's embedding and projection.
 
     Args:
-        features: gives the target's hidden states along some text, each `[n, d]`. Their size decides that of `fc`.
+        sample: gives texts, int64 `[n]`, with the target's hidden states along them, each `[n, d]`. The head begins as
+            a linear map from what it reads to the target's last hidden states.
         layout: one of `LAYOUTS`.
         intermediate_size: of the layer's MLP (None: the target's).
         seed: of the weights.
@@ -81,12 +85,7 @@ def new_eagle_head(
         if min(reads):
             outputs = [layer - 1 for layer in reads]
             head["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
-    states, random = features(), torch.Generator().manual_seed(seed)
-    embedded = target.get_input_embeddings().weight[:_MOST_ROWS]
-    # Hidden states grow from layer to layer; `fc` makes up for it.
-    inputs = [states[layer] for layer in reads] if is_third else [embedded, states[-1]]
-    sizes = torch.stack([one.detach().float().norm(dim=-1).median().cpu() for one in inputs]).clamp_min(1e-6)
-    scales = width**0.5 / sizes
+    random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, size: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, columns, generator=random) * (size * columns**-0.5)
@@ -94,24 +93,61 @@ def new_eagle_head(
     inner, attended = head["intermediate_size"], head["num_attention_heads"] * head["head_dim"]
     kept = head["num_key_value_heads"] * head["head_dim"]
     prefix, read = ("midlayer", 2 * width) if is_third else ("layers.0", width)
-    fc = torch.randn(width, len(inputs) * width, generator=random) * (_SMALL * width**-0.5)
-    # What the head feeds back is like the target's last hidden states. So is what it reads at first.
-    fc[:, -width:] += torch.eye(width)
     tensors = {
-        "fc.weight": fc * scales.repeat_interleave(width),
         f"{prefix}.self_attn.q_proj.weight": matrix(attended, read),
         f"{prefix}.self_attn.k_proj.weight": matrix(kept, read),
         f"{prefix}.self_attn.v_proj.weight": matrix(kept, read),
-        f"{prefix}.self_attn.o_proj.weight": matrix(width, attended, 0.5),
+        f"{prefix}.self_attn.o_proj.weight": matrix(width, attended, _SMALL),
         f"{prefix}.mlp.gate_proj.weight": matrix(inner, width),
         f"{prefix}.mlp.up_proj.weight": matrix(inner, width),
-        f"{prefix}.mlp.down_proj.weight": matrix(width, inner, 0.5),
+        f"{prefix}.mlp.down_proj.weight": matrix(width, inner, _SMALL),
         f"{prefix}.post_attention_layernorm.weight": torch.ones(width),
     }
-    if is_third:
-        tensors |= {f"{prefix}.{name}.weight": torch.ones(width) for name in ("hidden_norm", "input_layernorm")}
-        tensors["norm.weight"] = _final_norm(target)
+    # The newest tokens, what is read before them, and the last hidden states at them, which the head is to give.
+    embedding, found = target.get_input_embeddings().weight.detach(), list(sample())
+    embedded = torch.cat([embedding[text[1:].to(embedding.device)] for text, _ in found]).float().cpu()
+    inputs = [torch.cat([states[layer][:-1] for _, states in found]).float().cpu() for layer in reads]
+    wanted = torch.cat([states[-1][1:] for _, states in found]).float().cpu()
+    if not is_third:
+        tensors["fc.weight"] = _regression(torch.cat([embedded, *inputs], -1), wanted)
+        return EagleDrafter(EagleCheckpoint.from_parts(head, tensors), target, dtype=torch.float32)
+    norm = _final_norm(target)
+    # What the head feeds back is like the last hidden states. So is what it reads at first, of the highest layer.
+    sizes = torch.stack([one.norm(dim=-1).median() for one in inputs]).clamp_min(1e-6)
+    fc = torch.randn(width, len(reads) * width, generator=random) * (_SMALL * width**-0.5)
+    fc[:, -width:] += torch.eye(width)
+    tensors["fc.weight"] = fc * (width**0.5 / sizes).repeat_interleave(width)
+    tensors |= {f"{prefix}.{name}.weight": torch.ones(width) for name in ("hidden_norm", "input_layernorm")}
+    tensors["norm.weight"] = norm
+    # The first attention head of each key looks for its own token, and adds what predicts the next one linearly.
+    feature = torch.cat(inputs, -1) @ tensors["fc.weight"].T
+    change = wanted / torch.where(norm.abs() < _FLAT, torch.inf, norm) - feature
+    linear = _regression(torch.cat([_normed(embedded), _normed(feature)], -1), change)
+    left, strengths, right = torch.linalg.svd(linear, full_matrices=False)
+    rank, dim = min(kept, width), head["head_dim"]
+    tensors[f"{prefix}.self_attn.v_proj.weight"][:rank] = strengths[:rank, None].sqrt() * right[:rank]
+    own = torch.zeros(width, kept)
+    own[:, :rank] = left[:, :rank] * strengths[:rank].sqrt()
+    group = head["num_attention_heads"] // head["num_key_value_heads"]
+    for key in range(head["num_key_value_heads"]):
+        keys, queries = (slice(first * dim, (first + 1) * dim) for first in (key, key * group))
+        tensors[f"{prefix}.self_attn.k_proj.weight"][keys] = torch.cat(
+            [matrix(dim, width, _SHARP), torch.zeros(dim, width)], -1
+        )
+        tensors[f"{prefix}.self_attn.q_proj.weight"][queries] = tensors[f"{prefix}.self_attn.k_proj.weight"][keys]
+        tensors[f"{prefix}.self_attn.o_proj.weight"][:, queries] = own[:, keys]
     return EagleDrafter(EagleCheckpoint.from_parts(head, tensors), target, dtype=torch.float32)
+
+
+def _normed(states: torch.Tensor) -> torch.Tensor:
+    return states * (states.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _regression(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
+    """`[out, in]`: the matrix that gives outputs from inputs with the least squared error, by ridge regression."""
+    gram = (inputs.T @ inputs).double()
+    gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
+    return torch.linalg.solve(gram, (inputs.T @ outputs).double()).T.float()
 
 
 def new_small_drafter(

@@ -195,7 +195,7 @@ def test_targets_that_cannot_be_learnt_from_are_refused_before_any_work(folder, 
 
 
 def head_for(target, layout: str = "eagle3") -> EagleDrafter:
-    return new_eagle_head(target, partial(target_states, target, TEXT), layout)
+    return new_eagle_head(target, lambda: [(TEXT, target_states(target, TEXT))], layout)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle2", "drafter"])
