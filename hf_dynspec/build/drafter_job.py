@@ -29,8 +29,8 @@ _WINDOWS, _TRAINING = "windows.npz", "training.pt"
 _HELD_OUT, _WRITTEN = "held-out", "written"
 # Tokens of text that are kept at most, and windows of them that are held out.
 _MOST_TOKENS, _MOST_HELD_OUT = 20_000_000, 16
-# Tokens that a new drafter is made from, for each number of a hidden state.
-_SAMPLED = 12
+# Tokens that a new drafter is made from, for each number of a hidden state; and at most.
+_SAMPLED, _MOST_SAMPLED = 48, 24_576
 # Texts that the target writes at once.
 _TEXTS_ON_CPU, _TEXTS = 16, 64
 # If time is limited, the target writes during this part of it, times the share of texts that it is to write.
@@ -138,7 +138,7 @@ def train_drafter(
         )
 
     def sample_states() -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
-        left = _SAMPLED * target.config.get_text_config().hidden_size
+        left = min(_SAMPLED * target.config.get_text_config().hidden_size, _MOST_SAMPLED)
         for text in texts:
             yield text, target_states(target, text)
             left -= len(text)

@@ -18,10 +18,10 @@ LAYOUTS = ("eagle3", "eagle2")
 # leaves out the last layers. They are a large part of a shallow target, and a head cannot make up for them.
 _FEWEST_LAYERS, _FEWEST_USUAL = 3, 16
 # The part of random inputs and outputs beside those that are made from the target's hidden states.
-_SMALL = 0.3
+_SMALL = 0.1
 # How sharply a new attention head tells its own token from others.
 _SHARP = 1.5
-_RIDGE, _FLAT = 0.01, 1e-3
+_RIDGE, _FLAT = 0.05, 1e-3
 # Attention heads have this width if the target's own shape cannot be taken over.
 _HEAD_DIM = 64
 # Rows of an output projection that decide the directions of a narrower one.
