@@ -75,7 +75,7 @@ def train_drafter(
     settings: DrafterTrainingSettings,
     work: str | Path,
     *,
-    window: int = 384,
+    window: int = 256,
     accelerator: Accelerator | None = None,
     job: dict[str, Any] | None = None,
     report: Report = lambda activity, done, total: None,

@@ -31,13 +31,16 @@ from .drafter_losses import DraftLosses, HeldOutFigures, ScoredTokens
 from .jobs import damaged_work
 from .recording import SHORTEST_WINDOW
 
-# The share of the training in which the learning rate rises.
-_WARM_UP = 0.04
+# The share of the training in which the learning rate rises, and batches in which it does at least: the first steps of
+# AdamW are large whatever the gradients, and a head begins near a good place.
+_WARM_UP, _FIRST_BATCHES = 0.04, 40
 _WEIGHT_DECAY, _LONGEST_GRADIENT = 0.01, 1.0
 # Looks at the held-out texts, evenly over the training; and seconds until the early one, which chooses nothing.
 _LOOKS, _EARLY = 12, 60.0
 # If time is limited, training between two looks takes at least so many times as long as a look.
 _LOOK_SHARE = 12
+# How often a text of the target's own is read.
+_MOST_READINGS = 6
 # Seconds after which the state is saved, if there are not enough steps before.
 _SAVE_AFTER = 60.0
 # Chains that a look judges.
@@ -52,8 +55,8 @@ class DrafterTrainingSettings:
 
     depth: int = 5  # draft steps of the chains that are trained on
     decay: float = 0.85  # weight of each step beside the one before it
-    batch_tokens: int = 1024  # tokens of a batch's texts, at least, over all processes together
-    scored_tokens: int = 24_576  # ids that a batch is scored by; smaller vocabularies use all
+    batch_tokens: int = 512  # tokens of a batch's texts, at least, over all processes together
+    scored_tokens: int = 4096  # ids that a batch is scored by; smaller vocabularies use all
     learning_rate: float | None = None  # of AdamW, at its highest (None: by the width of hidden states)
     schedule: str = "cosine"  # after the warm-up: cosine to 0, or constant
     steps: int | None = None  # batches to train on, at most
@@ -135,9 +138,11 @@ class DrafterTraining:
         self._parameters = [one for one in drafter.module.parameters() if one.requires_grad]
         width = target.config.get_text_config().hidden_size
         self._rate = settings.learning_rate or min(_LARGEST_RATE, _RATE_BY_WIDTH / width)
-        matrices = [one for one in self._parameters if one.dim() > 1]
-        scales = [one for one in self._parameters if one.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": scales, "weight_decay": 0.0}]
+        groups = [
+            {"params": [one], "weight_decay": _WEIGHT_DECAY if one.dim() > 1 else 0.0, "share": _share(name, one)}
+            for name, one in drafter.module.named_parameters()
+            if one.requires_grad
+        ]
         self._optimizer = torch.optim.AdamW(groups, lr=self._rate, betas=(0.9, 0.95))
         self.state = DrafterTrainingState(seconds=seconds)
         self._best = self._copied()
@@ -187,11 +192,11 @@ class DrafterTraining:
 
     def _batch(self) -> list[torch.Tensor]:
         """The texts of the next batch, of both kinds in the settings' proportion. Each kind is read in a new order as
-        often as it is needed."""
+        often as it is needed, the target's own texts not so often that they are learnt by heart."""
         taken, batch = self.state.taken, []
         while sum(map(len, batch)) < self._settings.batch_tokens:
             wants_own = taken[1] < self._settings.self_written * (sum(taken) + 1)
-            kind = int(bool(self._texts[1]) and (wants_own or not self._texts[0]))
+            kind = int(wants_own and taken[1] < _MOST_READINGS * len(self._texts[1]))
             texts = self._texts[kind]
             epoch, place = divmod(taken[kind], len(texts))
             order = np.random.default_rng([self._settings.seed, kind, epoch]).permutation(len(texts))
@@ -205,7 +210,7 @@ class DrafterTraining:
         ids, weights = self._scored.draw(batch, self._settings.seed * 1_000_003 + state.step)
         mine = batch[accelerator.process_index :: accelerator.num_processes]
         for group in self._optimizer.param_groups:
-            group["lr"] = self._rate * self._factor()
+            group["lr"] = self._rate * self._factor() * group["share"]
         self._optimizer.zero_grad(set_to_none=False)
         loss = self._losses.backward(mine, ids, weights, self._losses.predictions(batch))
         if accelerator.num_processes > 1:
@@ -220,8 +225,11 @@ class DrafterTraining:
     def _factor(self) -> float:
         """The learning rate's part of its highest."""
         done = self.progress
-        first = 1 / self._settings.steps if self._settings.steps else 0.0
-        warm = min(1.0, (done + max(first, _WARM_UP / 20)) / _WARM_UP)
+        warm = (
+            min(1.0, done / _WARM_UP, (self.state.step + 1) / _FIRST_BATCHES)
+            if self.state.step
+            else 1 / _FIRST_BATCHES
+        )
         if self._settings.schedule == "constant":
             return warm
         return warm * 0.5 * (1 + math.cos(math.pi * max(0.0, done - _WARM_UP) / (1 - _WARM_UP)))
@@ -299,3 +307,10 @@ class DrafterTraining:
         self.state, self._best = DrafterTrainingState(**saved["state"]), saved["best"]
         self._put(saved["module"])
         self._optimizer.load_state_dict(saved["optimizer"])
+
+
+def _share(name: str, weight: torch.Tensor) -> float:
+    """A weight's share of the learning rate. What `fc` reads has any size, and its weights make up for that: changes
+    of them have to be as much smaller."""
+    is_sized = name.split(".")[-2:] == ["fc", "weight"]
+    return min(1.0, float(weight.detach().float().square().mean() * weight.shape[-1]) ** 0.5) if is_sized else 1.0

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..build.drafter_training import DrafterTrainingState
 
 _MINUTES = 30.0
+# Defaults on CPUs, where more batches are worth more than larger ones, and on GPUs.
+_SIZES = {"window": (256, 512), "batch_tokens": (512, 4096), "scored_tokens": (4096, 24_576)}
 
 Data = Annotated[
     list[Path],
@@ -35,10 +37,15 @@ Steps = Annotated[int | None, typer.Option(help="Batches to train on, at most.")
 SelfWritten = Annotated[float, typer.Option(metavar="SHARE", help="Share of the texts that the target writes itself.")]
 Depth = Annotated[int, typer.Option(help="Draft steps of the chains that are trained on.")]
 Decay = Annotated[float, typer.Option(help="Weight of each draft step beside the one before it.")]
-Window = Annotated[int, typer.Option(help="Tokens of text that are read at a time.")]
-BatchTokens = Annotated[int, typer.Option(help="Tokens of a batch, at least, over all processes.")]
+Window = Annotated[
+    int | None, typer.Option(help="Tokens of text that are read at a time. Default: 256, on a GPU 512.")
+]
+BatchTokens = Annotated[
+    int | None, typer.Option(help="Tokens of a batch, at least, over all processes. Default: 512, on a GPU 4096.")
+]
 ScoredTokens = Annotated[
-    int, typer.Option(help="Token ids that a batch is scored by; smaller vocabularies use all of theirs.")
+    int | None,
+    typer.Option(help="Token ids that a batch is scored by, of larger vocabularies. Default: 4096, on a GPU 24576."),
 ]
 LearningRate = Annotated[
     float | None, typer.Option(help="Of AdamW, at its highest. Default: by the width of the target.")
@@ -70,9 +77,9 @@ def eagle(
     self_written: SelfWritten = 0.5,
     depth: Depth = 5,
     decay: Decay = 0.85,
-    window: Window = 384,
-    batch_tokens: BatchTokens = 1024,
-    scored_tokens: ScoredTokens = 24_576,
+    window: Window = None,
+    batch_tokens: BatchTokens = None,
+    scored_tokens: ScoredTokens = None,
     learning_rate: LearningRate = None,
     schedule: Schedule = "cosine",
     save_every: SaveEvery = 100,
@@ -116,9 +123,9 @@ def drafter(
     self_written: SelfWritten = 0.5,
     depth: Depth = 5,
     decay: Decay = 0.85,
-    window: Window = 384,
-    batch_tokens: BatchTokens = 1024,
-    scored_tokens: ScoredTokens = 24_576,
+    window: Window = None,
+    batch_tokens: BatchTokens = None,
+    scored_tokens: ScoredTokens = None,
     learning_rate: LearningRate = None,
     schedule: Schedule = "cosine",
     save_every: SaveEvery = 100,
@@ -164,15 +171,18 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
     from .drafter_card import digest_of, write_drafter
 
     given = context.params
-    out, overwrite, window = Path(given["out"]), given["overwrite"], given["window"]
+    out, overwrite = Path(given["out"]), given["overwrite"]
+    where = PairSettings(given["target"], **{name: given[name] for name in ("device", "dtype", "threads")})
+    kind = where.resolved_device().type
+    sizes = {name: both[kind != "cpu"] if given[name] is None else given[name] for name, both in _SIZES.items()}
+    window = sizes.pop("window")
     minutes = _MINUTES if given["minutes"] is None and given["steps"] is None else given["minutes"]
-    settings = options.settings_of(context, DrafterTrainingSettings, minutes=minutes)
+    settings = options.settings_of(context, DrafterTrainingSettings, minutes=minutes, **sizes)
     RecordingSettings(window=window)
     paths = [Path(path) for path in (*given["data"], *(given["more"] or ()))]
     corpus = find_corpus(paths, given["text_field"])
-    where = PairSettings(given["target"], **{name: given[name] for name in ("device", "dtype", "threads")})
     before_connecting()
-    accelerator = Accelerator(cpu=where.resolved_device().type == "cpu")
+    accelerator = Accelerator(cpu=kind == "cpu")
     work, is_main = out / UNFINISHED, accelerator.is_main_process
     if is_main:
         require_free_folder(context, out, overwrite)
@@ -182,8 +192,8 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
     if where.threads is not None:
         torch.set_num_threads(where.threads)
     device = accelerator.device
-    kind = where.dtype or ("float32" if device.type == "cpu" else "auto")
-    target = load_model(given["target"], device=device, dtype=kind, role="target")
+    dtype = where.dtype or ("float32" if kind == "cpu" else "auto")
+    target = load_model(given["target"], device=device, dtype=dtype, role="target")
     tokenizer = load_tokenizer(given["target"])
 
     def look(state: "DrafterTrainingState", figures: "HeldOutFigures") -> None:
