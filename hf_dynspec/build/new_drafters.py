@@ -22,6 +22,8 @@ _SMALL = 0.1
 # How sharply a new attention head tells its own token from others.
 _SHARP = 1.5
 _RIDGE, _FLAT = 0.05, 1e-3
+# The scale of a new model's last norm.
+_FAINT = 0.3
 # Attention heads have this width if the target's own shape cannot be taken over.
 _HEAD_DIM = 64
 # Rows of an output projection that decide the directions of a narrower one.
@@ -191,6 +193,8 @@ def new_small_drafter(
     directions = torch.linalg.eigh((sample.T @ sample).cpu()).eigenvectors[:, -width:]
     with torch.no_grad():
         model.get_output_embeddings().weight.copy_(rows.cpu() @ directions)
+        # The rows fit the target's hidden states. Random ones would give extreme logits.
+        model.model.norm.weight.fill_(_FAINT)
     return CausalLMDrafter(model.to(target.device))
 
 
