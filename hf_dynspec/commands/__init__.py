@@ -1,5 +1,5 @@
 """The `hf-dynspec` command line. Each file is one command or one group of commands, except for those that commands
-share: `options`, `common`, `running`, `launched`, `building` and `training_job`."""
+share: `options`, `common`, `running`, `launched`, `building`, `training_job` and `drafter_card`."""
 
 from typing import Annotated
 
@@ -20,6 +20,7 @@ from .push import push
 from .running import CommandApp, Commands
 from .trace import trace
 from .train import train_app
+from .train_drafter import drafter, eagle
 
 build_app = CommandApp(help="Build artifacts from text, prompts and weights.")
 # Whole sentences that fit into a line of the list of commands: click cuts longer ones off.
@@ -27,6 +28,9 @@ build_app.command(short_help="Rank tokens by how often they occur in text.")(fre
 build_app.command("frequency-import", short_help="Make a ranking of a .pt frequency list.")(frequency_import)
 build_app.command(short_help="Divide the vocabulary into clusters of tokens.")(clusters)
 build_app.command(short_help="Count which token follows on which in text.")(graph)
+
+train_app.command(short_help="Train an EAGLE head for any model.")(eagle)
+train_app.command(short_help="Train an independent small drafter for any model.")(drafter)
 
 app = CommandApp(name="hf-dynspec", help="Dynamic drafter vocabularies for speculative decoding.", cls=Commands)
 app.add_typer(build_app, name="build")

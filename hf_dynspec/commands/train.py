@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..shortlists.router import Router
     from ..shortlists.router.clusters import ClusterShortlist
 
-train_app = CommandApp(help="Train what policies need.")
+train_app = CommandApp(help="Train drafters, and what policies need.")
 
 _METHODS = ("dynaspec", "coral")
 # Groups are whole, so that few of them may hold much less than was asked for.
@@ -29,7 +29,7 @@ _NOT_CORAL = ("pinned", "schedule", "mass", "hidden")
 
 @train_app.callback()
 def train() -> None:
-    """Train what policies need."""
+    """Train drafters, and what policies need."""
 
 
 @train_app.command(short_help="Train a router for a pair (DynaSpec, CORAL).")

@@ -231,6 +231,7 @@ def test_a_wrong_command_is_found_and_every_command_of_the_package_is_in_the_doc
 _FEW_TOKENS = ("--limit", "1", "--max-new-tokens", "6", "--threads", "1")
 _BENCH = (*_FEW_TOKENS, "--repeats", "1", "--profile-prompts", "1", "--skip-coverage")
 _TRAINING = ("--steps", "400", "--held-out", "64", "--max-batches", "8", "--batch-size", "64")
+_FEW_BATCHES = ("--steps", "2", "--window", "48", "--batch-tokens", "64", "--threads", "1")
 _SMALLER = {
     ("build", "frequency"): ("--max-new-tokens", "4", "--overwrite"),
     ("export", "sglang"): (),
@@ -238,6 +239,8 @@ _SMALLER = {
     ("build", "graph"): ("--minimum-count", "2", "--overwrite"),
     ("build", "clusters"): ("--num-clusters", "48", "--iterations", "4"),
     ("train", "router"): (*_TRAINING, "--num-clusters", "48", "--window", "48", "--threads", "1"),
+    ("train", "eagle"): _FEW_BATCHES,
+    ("train", "drafter"): _FEW_BATCHES,
     ("convert", "eagle"): ("--overwrite",),
     ("export", "vllm"): ("--size", "2048"),
     ("export", "custom-generate"): (),
