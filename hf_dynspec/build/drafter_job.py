@@ -143,7 +143,7 @@ def train_drafter(
             yield text, target_states(target, text)
             left -= len(text)
             if left < 0:
-                break
+                return
 
     drafter = make(sample_states)
     read = time.monotonic() - started

@@ -22,6 +22,8 @@ _SMALL = 0.1
 # How sharply a new attention head tells its own token from others.
 _SHARP = 1.5
 _RIDGE, _FLAT = 0.05, 1e-3
+# Times the usual size of hidden states.
+_UNUSUAL = 4.0
 # The scale of a new model's last norm.
 _FAINT = 0.3
 # Attention heads have this width if the target's own shape cannot be taken over.
@@ -87,6 +89,12 @@ def new_eagle_head(
         if min(reads):
             outputs = [layer - 1 for layer in reads]
             head["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}
+    embedding = target.get_input_embeddings().weight.detach()
+    if embedding.shape[-1] != width:
+        raise UnsupportedError(
+            f"{type(target).__name__} embeds tokens in {embedding.shape[-1]} numbers, and its hidden states have "
+            f"{width}. Train a drafter of its own."
+        )
     random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, size: float = 1.0) -> torch.Tensor:
@@ -106,10 +114,11 @@ def new_eagle_head(
         f"{prefix}.post_attention_layernorm.weight": torch.ones(width),
     }
     # The newest tokens, what is read before them, and the last hidden states at them, which the head is to give.
-    embedding, found = target.get_input_embeddings().weight.detach(), list(sample())
-    embedded = torch.cat([embedding[text[1:].to(embedding.device)] for text, _ in found]).float().cpu()
-    inputs = [torch.cat([states[layer][:-1] for _, states in found]).float().cpu() for layer in reads]
-    wanted = torch.cat([states[-1][1:] for _, states in found]).float().cpu()
+    found = [
+        [embedding[text[1:].to(embedding.device)], states[-1][1:], *(states[layer][:-1] for layer in reads)]
+        for text, states in sample()
+    ]
+    embedded, wanted, *inputs = (torch.cat(parts).float().cpu() for parts in zip(*found, strict=True))
     if not is_third:
         tensors["fc.weight"] = _regression(torch.cat([embedded, *inputs], -1), wanted)
         return EagleDrafter(EagleCheckpoint.from_parts(head, tensors), target, dtype=torch.float32)
@@ -124,7 +133,9 @@ def new_eagle_head(
     # The first attention head of each key looks for its own token, and adds what predicts the next one linearly.
     feature = torch.cat(inputs, -1) @ tensors["fc.weight"].T
     change = wanted / torch.where(norm.abs() < _FLAT, torch.inf, norm) - feature
-    linear = _regression(torch.cat([_normed(embedded), _normed(feature)], -1), change)
+    # A few tokens, such as the first of a text, have hidden states of another size, which would outweigh all others.
+    is_usual = feature.norm(dim=-1) < _UNUSUAL * width**0.5
+    linear = _regression(torch.cat([_normed(embedded), _normed(feature)], -1)[is_usual], change[is_usual])
     left, strengths, right = torch.linalg.svd(linear, full_matrices=False)
     rank, dim = min(kept, width), head["head_dim"]
     tensors[f"{prefix}.self_attn.v_proj.weight"][:rank] = strengths[:rank, None].sqrt() * right[:rank]

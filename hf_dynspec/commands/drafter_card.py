@@ -97,7 +97,7 @@ def _card(trained: TrainedDrafter, target: ModelReference, command: str, provena
         f'target = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto", device_map="auto")',
         _LOADING[kind],
         "assistant = DynSpecAssistant(drafter, target=target)",
-        "output = target.generate(**inputs, assistant_model=assistant)",
+        "output = target.generate(**inputs, assistant_model=assistant, max_new_tokens=128)",
     ]
     rows = enumerate(zip(figures.agreement, figures.acceptance, strict=True), 1)
     by_step = [(step, f"{same:.1%}", f"{accepted:.1%}") for step, (same, accepted) in rows]
