@@ -59,11 +59,13 @@ class TargetForward:
         self._head = TargetHead(fast_head)
         self._verifies_trees = verifies_trees
         self._reads_batches = False
+        if verifies_trees:
+            # Before anything is run with an attention that may not be installed.
+            require_tree_masks(model)
         self.rollback = Rollback(model)
         require_cache(model)
         if verifies_trees:
             require_no_state(model)
-            require_tree_masks(model)
             require_known_kinds(model)
         self._rope_limit, self._holds_past_limit = rope_limit(model.config.get_text_config())
         self.prepare()

@@ -63,6 +63,7 @@ class ForwardingState(ShortlistState):
     end_call = _passed_on("end_call")
     observe_prompt = _passed_on("observe_prompt")
     observe = _passed_on("observe")
+    exchange = _passed_on("exchange")
     follow_weights = _passed_on("follow_weights")
     finish_background_work = _passed_on("finish_background_work")
 

@@ -96,14 +96,8 @@ class PolicyCase:
         for index, event in enumerate(_events(self, self.needs, seed)):
             if isinstance(event, Prompt):
                 state.observe_prompt(event)
-            elif not in_fixed_memory:
-                state.observe(event)
             else:
-                for part in state.parts:
-                    if part.observes_on_host:
-                        part.exchange(event)
-                    else:
-                        part.observe(_of_fixed_shape(event, self.vocabulary_size))
+                state.observe(_of_fixed_shape(event, self.vocabulary_size) if in_fixed_memory else event)
             if in_fixed_memory:
                 state.settle()
             else:
