@@ -19,7 +19,7 @@ from ...shortlists import ShortlistPolicy
 from ...tree_config import AUTO, TreeConfig
 from ..head_product import head_product, why_not_head_product
 from ..pair import Pair
-from ..settings import MTP, SystemsSettings
+from ..settings import SystemsSettings
 from ..tree_text import format_tree
 
 PLAIN = "plain"
@@ -219,8 +219,7 @@ def _assistant(
 def _why_not_transformers(pair: Pair) -> str | None:
     """Why transformers' assisted generation cannot draft with this pair's small model; None if it can."""
     if pair.drafter_model is None:
-        others = "MTP layers" if MTP in pair.drafters else "EAGLE heads"
-        return f"it drafts with an independent model, and there are {others} only"
+        return "it drafts with an independent model, and there is none"
     rows, drafter_rows = (one.config.get_text_config().vocab_size for one in (pair.target, pair.drafter_model))
     if rows == drafter_rows:
         return None
