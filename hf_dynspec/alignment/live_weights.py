@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -138,18 +137,22 @@ class LiveWeights:
         self._stamp = self._drafter.weights_stamp()
 
     def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
-        put, wait = self._drafter.prepare_weights(weights), lambda: None
-        if self._device.type == "cuda":
-            # Of the new numbers, and of drafts that read the old ones in other streams.
-            wait = partial(torch.cuda.synchronize, self._device)
-        wait()
+        put, device = self._drafter.prepare_weights(weights), self._device
+        on_cuda = device.type == "cuda"
+        if on_cuda:
+            # The new numbers may still be computed.
+            torch.cuda.current_stream(device).synchronize()
         # Kept until nobody waits, as freeing much memory takes milliseconds.
         replaced = [parameter.data for parameter in self._drafter.module.parameters()]
         with self.lock.writing():
             start, work = time.perf_counter(), time.thread_time()
-            wait()
+            if on_cuda:
+                # Drafts may still read the old ones. No graph is being recorded, which would hold the lock, and which
+                # a wait for the whole device would break.
+                torch.cuda.synchronize(device)
             put()
-            wait()
+            if on_cuda:
+                torch.cuda.current_stream(device).synchronize()
             self.longest_swap_work = max(self.longest_swap_work, time.thread_time() - work)
             self.longest_swap = max(self.longest_swap, time.perf_counter() - start)
         del replaced

@@ -69,14 +69,13 @@ def drafter_reference(drafter: Drafter) -> ModelReference | None:
     return ModelReference(drafter.checkpoint.folder, architecture=EagleDrafter.__name__)
 
 
-def load_drafter(name: str | os.PathLike, target: PreTrainedModel, **place: Any) -> Drafter:
+def load_drafter(name: str | os.PathLike, target: PreTrainedModel) -> Drafter:
     """Load a drafter for a target.
 
     Args:
         name: `"mtp"` for the MTP layers in the target's own checkpoint; or the folder of an EAGLE head; or the folder
-            or Hub id of a model.
+            or Hub id of a model, which is loaded in the target's dtype and on its device.
         target: the target.
-        place: `device` and `dtype` of a model (None: the target's).
 
     Raises:
         ConfigurationError: as `load_model`.
@@ -89,8 +88,8 @@ def load_drafter(name: str | os.PathLike, target: PreTrainedModel, **place: Any)
         return layers
     if os.path.isdir(name) and holds_a_head(name):
         return EagleDrafter.from_pretrained(name, target=target)
-    place = {"device": target.device, "dtype": target.dtype} | place
-    return as_drafter(load_model(name, role="drafter", **place)).for_target(target)
+    model = load_model(name, device=target.device, dtype=target.dtype, role="drafter")
+    return as_drafter(model).for_target(target)
 
 
 class UnloadedDrafter(Drafter):

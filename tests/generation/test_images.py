@@ -236,6 +236,18 @@ def test_a_batch_is_each_text_alone(family, way):
     assert torch.equal(copies, torch.cat([one["input_ids"], alone[0][None]], dim=1).expand(2, -1))
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_a_text_without_images_in_a_batch_with_images(family):
+    target, one = model_of(family), prompt_of(family, images=2)
+    ids = one["input_ids"].where(one["input_ids"] < IMAGE, 7)
+    types = {name: torch.zeros_like(tensor) for name, tensor in one.items() if name.endswith("token_type_ids")}
+    text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types}
+    some = {name: torch.cat([tensor, text[name]]) if name in text else tensor for name, tensor in one.items()}
+    assistant = DynSpecAssistant(head_of(target), target=target)
+    output = generate(target, assistant, **some)
+    assert torch.equal(output, torch.cat([generate(target, **one), generate(target, **text)]))
+
+
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
 def test_heads_draft_in_a_batch(tree):
     target = model_of("qwen2_vl")
