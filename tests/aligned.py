@@ -74,11 +74,10 @@ def made_up_request(drafter: Drafter, kept: int = KEPT, length: int = LENGTH, fi
     logits[:, draftable] += 2
     top_logits, top_ids = logits.topk(kept)
     log_normalisers = logits.logsumexp(-1)
-    log_probabilities = logits.gather(1, text[first:, None])[:, 0] - log_normalisers
     is_wrong = torch.rand(verified, generator=random) < 0.5
     shortlist = draftable[torch.randperm(draftable.shape[0], generator=random)[:20]]
     dtype, features = drafter.head.weight.dtype, features_for(drafter, length)
     wide = torch.promote_types(dtype, torch.float32)
-    said = (one.to(wide) for one in (top_logits, log_probabilities, log_normalisers))
+    said = (one.to(wide) for one in (top_logits, log_normalisers))
     features = None if features is None else features.to(dtype)
     return Trajectory(text, first, top_ids, *said, is_wrong, shortlist, features)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -87,8 +88,8 @@ class Aligner:
         self.learner = _learner_of(drafter, settings)
         self.budget = Budget(settings.max_overhead)
         self._counts = AlignmentStatistics()
-        # Seconds that learning from a request took last.
-        self._last_cost = 0.0
+        # Seconds that scoring a request and the first step of an update took last.
+        self._least_cost = 0.0
         self._adapters = {FIRST_ADAPTER: self._new_adapter()}
         self._active = FIRST_ADAPTER
         # Whether learned weights may be served at all.
@@ -589,11 +590,10 @@ class Aligner:
                 scores = self.learner.acceptance(trajectory)
                 if scores is not None:
                     adapter.gate.record(*scores)
-            self._update()
+            self._update(start)
             # One request may fill the buffer several times.
             while self.settings.waits_for_full_buffer and adapter.buffer.is_full:
                 self._update()
-            self._last_cost = time.perf_counter() - start
         self.budget.spend(time.perf_counter() - start)
 
     def _is_due(self, adapter: Adapter) -> bool:
@@ -602,15 +602,18 @@ class Aligner:
             return False
         if self.settings.waits_for_full_buffer:
             return adapter.buffer.is_full
-        return self.settings.synchronous or self.budget.affords(self._last_cost)
+        return self.settings.synchronous or self.budget.affords(self._least_cost)
 
-    def _update(self) -> None:
-        """Train on remembered requests, and decide which weights are served."""
+    def _update(self, start: float | None = None) -> None:
+        """Train on remembered requests, and decide which weights are served.
+
+        Args:
+            start: when learning from the request began; None: no step is left out for want of time.
+        """
         adapter, counts, settings = self.adapter, self._counts, self.settings
         dropped = self.learner.dropped
-        taken = adapter.buffer.take() if settings.waits_for_full_buffer else None
-        for _ in range(settings.steps):
-            loss = self.learner.step(taken or adapter.buffer.batch(settings.batch, adapter.random))
+        for batch in self._batches(start):
+            loss = self.learner.step(batch)
             counts.loss = counts.loss if loss is None else loss
         counts.dropped += self.learner.dropped - dropped
         adapter.updates += 1
@@ -626,6 +629,25 @@ class Aligner:
         self._settle()
         counts.kept += self.live.is_served
         counts.rolled_back += was_served and not self.live.is_served
+
+    def _batches(self, start: float | None) -> Iterator[Sequence[Trajectory]]:
+        """The requests of each step of an update, the newest one first. Steps after the first one are left out if the
+        budget does not allow them. See `_update`."""
+        settings, buffer = self.settings, self.adapter.buffer
+        if settings.waits_for_full_buffer:
+            batches = [buffer.take()]
+        else:
+            drawn = buffer.batch(settings.steps * settings.batch, self.adapter.random)
+            batches = [drawn[at : at + settings.batch] for at in range(0, len(drawn), settings.batch)]
+        for number, batch in enumerate(islice(cycle(batches), settings.steps)):
+            step_start = time.perf_counter()
+            yield batch
+            if start is not None and settings.goes_by_clock:
+                now = time.perf_counter()
+                if number == 0:
+                    self._least_cost = now - start
+                if not self.budget.affords(2 * now - start - step_start):
+                    return
 
     def _settle(self) -> None:
         """Serve the learned weights if the gate is open, and the drafter's own otherwise."""

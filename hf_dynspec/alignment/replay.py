@@ -20,7 +20,7 @@ _MAY_MISS = ("features", "is_chosen")
 _IDS = ("token_ids", "top_ids", "shortlist_ids")
 _FLAGS = ("is_wrong", "is_chosen")
 # A row for each verified token.
-_OF_VERIFIED = ("top_ids", "top_logits", "log_probabilities", "log_normalisers", "is_wrong")
+_OF_VERIFIED = ("top_ids", "top_logits", "log_normalisers", "is_wrong")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +34,8 @@ class Trajectory:
         first: the index of the first verified token, at least 1.
         top_ids: int64 `[v, K]`: the target's most probable tokens for each verified one.
         top_logits: fp32 `[v, K]`: their logits, before any processor; −inf if there were fewer.
-        log_probabilities: fp32 `[v]`: of the verified tokens under the target, over its full vocabulary, at the
-            request's temperature (1 if greedy).
-        log_normalisers: fp32 `[v]`: logits / temperature − log-probabilities.
+        log_normalisers: fp32 `[v]`: the log of the softmax's denominator over the full vocabulary, at the request's
+            temperature (1 if greedy).
         is_wrong: bool `[v]`: the draft was rejected there, or there was none.
         shortlist_ids: int64 `[s]`: the ids of the request's shortlist, `s` up to `LARGEST_SHORTLIST`.
         features: `[n, d_target · layers]`: the input of an EAGLE head at each token, zeros if unknown. None for
@@ -49,7 +48,6 @@ class Trajectory:
     first: int
     top_ids: torch.Tensor
     top_logits: torch.Tensor
-    log_probabilities: torch.Tensor
     log_normalisers: torch.Tensor
     is_wrong: torch.Tensor
     shortlist_ids: torch.Tensor
@@ -239,7 +237,7 @@ def _problem_of_tensors(one: Mapping[str, torch.Tensor]) -> str | None:
     if not 1 <= int(one["first"]) == n - verified < n:
         return f"{verified} of its {n} tokens are verified, and they begin at {int(one['first'])}"
     shapes = {"top_ids": (verified, kept), "top_logits": (verified, kept)}
-    shapes |= dict.fromkeys(("log_probabilities", "log_normalisers", *_FLAGS), (verified,))
+    shapes |= dict.fromkeys(("log_normalisers", *_FLAGS), (verified,))
     for name, shape in shapes.items():
         if name in one and tuple(one[name].shape) != shape:
             return f"{name} has the shape {list(one[name].shape)}, and not {list(shape)}"
@@ -260,7 +258,7 @@ def _problem_of_values(one: Mapping[str, torch.Tensor], num_embeddings: int) -> 
     """The first problem of the numbers, or None."""
     if any(bool((one[name] < 0).any()) for name in _IDS) or bool((one["token_ids"] >= num_embeddings).any()):
         return f"an id is no token; there are {num_embeddings}"
-    for name in ("log_probabilities", "log_normalisers", "features"):
+    for name in ("log_normalisers", "features"):
         if name in one and not bool(one[name].isfinite().all()):
             return f"{name} holds NaN or infinity"
     # −inf stands for missing ids.

@@ -28,8 +28,10 @@ class OnlineAlignment:
         rank: the rank of LoRA.
         alpha: LoRA's changes are scaled by `alpha / rank`.
         learning_rate: the learning rate of AdamW.
-        steps: optimizer steps in one update.
-        batch: requests that a step averages over: the newest, and others drawn from the buffer.
+        steps: optimizer steps in one update. Those after the first one are left out if `max_overhead` does not allow
+            them.
+        batch: requests that a step averages over. An update begins with the newest request and goes on with others
+            drawn from the buffer.
         objective: a name in `alignment.objectives.OBJECTIVES`.
         support: the ids over which the draft is normalised: `"kept"`, the target's most probable ones at the position
             (equation 5 as printed), or `"shortlist"`, which adds those of the request's other positions, the verified
@@ -68,8 +70,8 @@ class OnlineAlignment:
     rank: int = 32
     alpha: float = 32.0
     learning_rate: float = 1e-3
-    steps: int = 1
-    batch: int = 2
+    steps: int = 2
+    batch: int = 1
     objective: str = "horizon_kl"
     support: str = "shortlist"
     horizon: int = 5
@@ -113,6 +115,7 @@ class OnlineAlignment:
             "fill": "gate",
             "update_at": AT_FULL_BUFFER,
             "gate": False,
+            "steps": 1,
         }
         return cls(**printed | changes)
 
@@ -126,7 +129,7 @@ class OnlineAlignment:
             "horizon": 1,
             "decay": 0.0,
             "gate": False,
-            "batch": 1,
+            "steps": 1,
         }
         return cls(**printed | changes)
 

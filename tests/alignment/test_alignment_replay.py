@@ -10,7 +10,7 @@ from hf_dynspec.alignment import FillingBuffer, ReplayBuffer, Trajectory
 def numbered(number: int, bytes_of_features: int = 0) -> Trajectory:
     ids = torch.full((4,), number)
     top = (torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3))
-    rest = (*torch.zeros(2, 2), torch.zeros(2, dtype=torch.bool))
+    rest = (torch.zeros(2), torch.zeros(2, dtype=torch.bool))
     return Trajectory(ids, 2, *top, *rest, torch.zeros(0, dtype=torch.int64), torch.zeros(bytes_of_features // 4))
 
 
@@ -23,7 +23,7 @@ def test_the_oldest_leave_first():
     for number in range(5):
         assert buffer.add(numbered(number))
     assert numbers(buffer) == [2, 3, 4] and len(buffer) == 3
-    assert buffer.nbytes == sum(one.nbytes for one in buffer) == 3 * (4 * 8 + 6 * 8 + 6 * 4 + 2 * 2 * 4 + 2)
+    assert buffer.nbytes == sum(one.nbytes for one in buffer) == 3 * (4 * 8 + 6 * 8 + 6 * 4 + 2 * 4 + 2)
     buffer.clear()
     assert not list(buffer) and buffer.nbytes == 0
 

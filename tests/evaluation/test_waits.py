@@ -243,7 +243,7 @@ class TestWaits:
         taken = []
         recorded = rounds(target, drafter, POLICY_CASES[policy](), tree, OnlineAlignment(top_k=8))
         assert_waits(recorded[:-1])
-        assert taken[0][0].log_probabilities.shape == (14,)
+        assert taken[0][0].log_normalisers.shape == (14,)
 
     def test_of_a_streamer(self, target, drafter):
         streamer = Streamer()
