@@ -49,7 +49,7 @@ class Horizon:
         in_shortlist: bool `[r]`: the verified token could have been drafted.
         steps: slices of the `r` predictions.
         temperature: the temperature of the request.
-        could_be_drafted: bool `[s]`: the ids of the request's shortlist, of which the first `_MOST_SCORED` take part.
+        could_be_drafted: bool `[s]`: the ids of the request's shortlist.
         first_place: the index of the verified token that the first draft predicts first.
         is_chosen: bool `[d]`: the drafts, of `d`, to learn from (None: all).
     """
@@ -178,8 +178,8 @@ def _beside_the_target(
 ) -> Horizon:
     """The predictions by hidden states, `[r, d]`, of the verified tokens at `places`, int64 `[r]`."""
     top_ids, tokens = trajectory.top_ids, trajectory.token_ids[trajectory.first :]
-    shortlist = trajectory.shortlist_ids[:_MOST_SCORED]
-    ids, columns = torch.cat([top_ids.flatten(), tokens, shortlist]).unique(return_inverse=True)
+    scored = torch.cat([top_ids.flatten(), tokens, trajectory.shortlist_ids[:_MOST_SCORED]])
+    ids, columns = scored.unique(return_inverse=True)
     logits = drafter.token_logits(hidden, ids)
     kept = columns[: top_ids.numel()].view(top_ids.shape)
     verified = columns[top_ids.numel() :][: tokens.shape[0]]
@@ -195,7 +195,7 @@ def _beside_the_target(
         torch.isin(tokens, trajectory.shortlist_ids)[places],
         steps,
         trajectory.temperature,
-        torch.isin(ids, shortlist),
+        torch.isin(ids, trajectory.shortlist_ids),
         first_place,
         None if trajectory.is_chosen is None else trajectory.is_chosen[first_place:],
     )
