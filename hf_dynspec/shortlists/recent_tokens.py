@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..devices import is_host_memory
@@ -184,24 +185,34 @@ class RecentTokensState(ShortlistState):
 
         These tokens are then the latest, so none evicts another: new ones take the slots used longest ago.
         """
+        if is_host_memory(entries.device):
+            return self._push_on_host(entries.numpy(), positions.numpy())
         held_slots = self._slot_of.take(entries)
         self._last_seen.scatter_reduce_(0, entries, positions, "amax")
         # The last of equal tokens leads. Tokens that the window does not take count as held, by the slot not shown.
         leads = self._last_seen.take(entries) == positions
         is_new = leads & (self._slots.take(held_slots) != entries)
-        looks = is_host_memory(entries.device)
-        if looks:
-            # Most are held already, and their rows need not move.
-            entries = entries[is_new]
         last_seen = self._last_seen.take(self._window_ids)
         oldest = last_seen.topk(entries.shape[0], largest=False).indices + self._fixed_count
         past_end = self._slots.shape[0] - 1
-        if looks:
-            self._slot_of.scatter_(0, entries, oldest)
-        else:
-            # The n-th new token takes the n-th of these slots. The entries of the other tokens do not count.
-            free = oldest.take(is_new.cumsum(0) - 1)
-            self._slot_of.scatter_(0, entries.where(is_new, self._nowhere), free.where(is_new, past_end))
+        # The n-th new token takes the n-th of these slots. The entries of the other tokens do not count.
+        free = oldest.take(is_new.cumsum(0) - 1)
+        self._slot_of.scatter_(0, entries.where(is_new, self._nowhere), free.where(is_new, past_end))
         slots = self._slot_of.take(entries)
         self._slots = self._slots.scatter(0, slots, entries)
         return slots.clamp_max(past_end - 1)
+
+    def _push_on_host(self, entries: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """The same by numpy, which begins an operation several times as fast as torch. Most tokens are held already,
+        and their rows need not move."""
+        shown = self._slots.clone()
+        slots, slot_of, last_seen = shown.numpy(), self._slot_of.numpy(), self._last_seen.numpy()
+        last_seen[entries] = positions
+        new = entries[(last_seen[entries] == positions) & (slots[slot_of[entries]] != entries)]
+        oldest = last_seen[slots[self._fixed_count : -1]].argpartition(len(new) - 1)[: len(new)] + self._fixed_count
+        # A token may be new twice, and then takes one of two slots.
+        slot_of[new] = oldest
+        taken = slot_of[new]
+        slots[taken] = new
+        self._slots = shown
+        return torch.from_numpy(taken)

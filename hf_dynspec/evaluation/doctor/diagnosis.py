@@ -18,7 +18,7 @@ from ..policy_text import policy_in_python, shorten_paths
 from ..provenance import cpu_threads, describe_policies, provenance
 from ..tables import FittedTable, parameter_count, shown_speed
 from ..tree_text import format_tree
-from .settings import FULL, DoctorSettings
+from .settings import FULL, DoctorSettings, fastest_but_for_ties
 
 SCHEMA_VERSION = 2
 # The label of an assistant's own policy, if it is none of the default ones. It is also how to write it in Python.
@@ -164,13 +164,15 @@ class Diagnosis:
 
     @property
     def best(self) -> MeasuredSpeed:
-        """The fastest setting. Raises `ConfigurationError` if all texts ended at once."""
+        """The setting to choose: the fastest one, or that of the default policy if it is not clearly slower. Raises
+        `ConfigurationError` if all texts ended at once."""
         if not (speeds := self.speeds):
             raise ConfigurationError(
                 "all texts ended with their first token, so there is nothing to time: give other prompts, more "
                 "--seconds, or --chat-template for a chat model"
             )
-        return max(speeds, key=lambda one: one.ratio)
+        fastest = {one.policy: one for one in sorted(speeds, key=lambda one: one.ratio)}
+        return fastest[fastest_but_for_ties({policy: one.ratio for policy, one in fastest.items()})]
 
     @property
     def pays(self) -> bool:

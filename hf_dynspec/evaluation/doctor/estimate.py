@@ -40,7 +40,7 @@ from ..policy_text import named_policies, policy_in_python, shorten_paths
 from ..provenance import describe_policies, provenance
 from ..tables import FittedTable, parameter_count
 from .measure import Report
-from .settings import FULL, POLICIES
+from .settings import FULL, POLICIES, fastest_but_for_ties
 
 # 3: rounds are graphs, and plain generation may be one.
 SCHEMA_VERSION = 3
@@ -210,14 +210,11 @@ class Estimate:
     # The answer --------------------------------------------------------------------------------------------------
 
     def _best(self) -> tuple[float, str, int, float]:
-        """The middle acceptance rate, and the policy, chain length and tokens per second to choose there. `hybrid` is
-        chosen unless another policy is clearly faster, as configurations do not tell which is accepted most often."""
+        """The middle acceptance rate, and the policy, chain length and tokens per second to choose there, as if all
+        policies were accepted equally often."""
         rates = self.settings.acceptance
         middle = len(rates) // 2
-        speeds = {label: one.chains[middle][1] for label, one in self.policies.items()}
-        label = max(speeds, key=lambda one: speeds[one])
-        if speeds.get("hybrid", 0.0) >= 0.97 * speeds[label]:
-            label = "hybrid"
+        label = fastest_but_for_ties({label: one.chains[middle][1] for label, one in self.policies.items()})
         return rates[middle], label, *self.policies[label].chains[middle]
 
     @property

@@ -20,6 +20,13 @@ FULL = "full"
 POLICIES = (FULL, "hybrid", "frequency", "in_context", "screen")
 
 
+def fastest_but_for_ties(ratios: Mapping[str, float]) -> str:
+    """The label of the fastest policy, given the speeds by label; that of the default policy if it is not clearly
+    slower: smaller differences are chance, and other texts turn them."""
+    fastest = max(ratios, key=lambda label: ratios[label])
+    return "hybrid" if ratios.get("hybrid", 0.0) >= 0.97 * ratios[fastest] else fastest
+
+
 @dataclass(frozen=True)
 class DoctorSettings(OneDrafterSettings):
     """What to measure. `OneDrafterSettings` has the models and prompts.

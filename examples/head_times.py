@@ -1,8 +1,8 @@
-"""Time a draft step of the policy `screen` on the CPU against the full head, by the policy `full` and by torch.
+"""Time a draft step of policies against the product of the full head by torch: random heads, on the CPU.
 
-A step of `screen` computes low-rank scores of all tokens, chooses the best, and scores these exactly. Heads are
-random. The systems take turns, so that other load affects them alike. Run with `python examples/screen_times.py`; it
-takes a minute or two.
+A step is the choice of a shortlist and its scores, without the drafter's layers. Policies that take tokens of the
+context also take time once a round, which `hf-dynspec bench` measures. The systems take turns, so that other load
+affects them alike. `python examples/head_times.py` takes a minute or two.
 """
 
 import statistics
@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 
-from hf_dynspec import FullShortlist, ScreenShortlist, VocabularyInfo
+from hf_dynspec import VocabularyInfo
+from hf_dynspec.evaluation.policy_text import parse_policy
 from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
 from hf_dynspec.protocol import HeadRows
 from hf_dynspec.shortlists import ShortlistState
-from hf_dynspec.shortlists.screen.factor import usual_rank
 
 WARM_UP_CALLS = 3
+TORCH = "torch's product"
 
 
 def draft_step(state: ShortlistState, head: DynamicLMHead, queries: int) -> Callable[[], object]:
@@ -49,17 +50,16 @@ def median_seconds(functions: dict[str, Callable[[], object]], calls: int) -> di
 
 
 def main(
+    policy: Annotated[list[str], typer.Option(help="Repeatable; the first is compared with.")] = ["full", "screen"],  # noqa: B006
     columns: Annotated[list[int], typer.Option("--columns", "-d")] = [256, 2048],  # noqa: B006
     queries: Annotated[list[int], typer.Option("--queries", "-m")] = [1],  # noqa: B006
     threads: Annotated[int | None, typer.Option(help="Default: torch's.")] = None,
     vocabulary: Annotated[int, typer.Option(help="Rows of the head.")] = 151_936,
-    candidates: int = 2048,
-    rank: Annotated[int | None, typer.Option(help="Default: the policy's.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     calls: int = 40,
     seed: int = 0,
 ) -> None:
-    """Print the medians in microseconds, their ratios, and the seconds to compute the low-rank factor."""
+    """Print the medians in microseconds, their ratios, and the seconds to start each policy."""
     if min(*columns, *queries, calls) < 1:
         raise typer.BadParameter("columns, queries and calls must be at least 1.")
     if dtype not in ("float32", "bfloat16", "float16"):
@@ -67,28 +67,23 @@ def main(
     if threads is not None:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    title = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}"
-    table = Table("d", "rank", "m", "factor, s", "torch, µs", "full, µs", "choice, µs", "screen, µs", title=title)
-    table.add_column("of torch")
-    table.add_column("of full")
+    title = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, {vocabulary:,} rows"
+    table = Table("d", "m", "policy", "start, s", "step, µs", "of torch", f"of {policy[0]}", title=title)
     for d in columns:
         weight = torch.randn(vocabulary, d).to(getattr(torch, dtype))
         info = VocabularyInfo(vocabulary, (0,), weight.device, None, d, drafter_rows=HeadRows(weight))
-        head = DynamicLMHead(weight)
-        start = time.perf_counter()
-        state = ScreenShortlist(rank, candidates).start(info)
-        made = time.perf_counter() - start
+        head, states, started = DynamicLMHead(weight), {}, {}
+        for text in policy:
+            start = time.perf_counter()
+            states[text] = parse_policy(text).start(info)
+            started[text] = f"{time.perf_counter() - start:.1f}"
         for m in queries:
-            steps = {
-                "torch": lambda weight=weight, d=d, m=m: functional.linear(torch.randn(m, d).to(weight), weight),
-                "full": draft_step(FullShortlist().start(info), head, m),
-                "choice": lambda state=state, d=d, m=m: state.select(0, torch.zeros(m), torch.randn(m, d)),
-                "screen": draft_step(state, head, m),
-            }
-            medians = median_seconds(steps, calls)
-            shown = [f"{1e6 * seconds:.0f}" for seconds in medians.values()]
-            shares = [f"{medians['screen'] / medians[name]:.3f}" for name in ("torch", "full")]
-            table.add_row(str(d), str(rank or usual_rank(d)), str(m), f"{made:.1f}", *shown, *shares)
+            steps = {TORCH: lambda weight=weight, d=d, m=m: functional.linear(torch.randn(m, d).to(weight), weight)}
+            medians = median_seconds(steps | {one: draft_step(states[one], head, m) for one in policy}, calls)
+            for name, seconds in medians.items():
+                shares = [f"{seconds / medians[one]:.3f}" for one in (TORCH, policy[0])]
+                table.add_row(str(d), str(m), name, started.get(name, ""), f"{1e6 * seconds:.0f}", *shares)
+            table.add_section()
     Console().print(table)
 
 
