@@ -646,14 +646,18 @@ def test_texts_that_end_at_once_are_left_out_and_aligned_rows_are_marked(data, e
     rows = (Row("full vocabulary", "full"), Row("aligned", FREQUENCY, alignment="default"))
     table = replace(PAPER_TABLES["evospec-2"], rows=rows)
     monkeypatch.setitem(PAPER_TABLES, "evospec-2", table)
-    words = ("--table", "evospec-2", "--data", data / "code.jsonl", data / "more.jsonl", "--profile-prompts", 0)
-    result = evaluate(*words, "--no-figures", "--out", tmp_path / "out")
+    rows = [{"question_id": n, "category": "short", "turns": [TEXTS[2 - n]]} for n in range(2)]
+    words = ("--table", "evospec-2", "--data", data / "code.jsonl", write_rows(tmp_path / "short.jsonl", rows))
+    words += ("--limit", 1, "--expected-prompts", 2, "--profile-prompts", 0, "--no-figures")
+    result = evaluate(*words, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.exception
     lines = lines_of(tmp_path / "out")
-    assert {line["prompt"] for line in lines} == {"code/0", "code/1", "more/0"}
-    assert {line["system"] for line in lines if line["kind"] == EXPECTED} == {"full vocabulary"}
+    assert {line["prompt"] for line in lines if line["kind"] == TIMED} == {"code/0"}
+    expected = [(line["prompt"], line["system"]) for line in lines if line["kind"] == EXPECTED]
+    assert expected == [(prompt, "full vocabulary") for prompt in ("code/0", "code/1", "short/1")]
     text = (tmp_path / "out/tables.md").read_text()
-    assert "\n- 1 prompt of more: the text ends within 8 tokens.\n" in text
+    assert "\n- 1 prompt of short: the text ends within 8 tokens.\n" in text
+    assert "| method | code, tokens/s | short, tokens/s | average tokens/s |" in text
     # The acceptance length is the last column but one.
     lengths = {
         row: re.search(rf"^\| {row} \|.*\|$", text, re.MULTILINE)[0].split(" | ")[-2]

@@ -45,17 +45,12 @@ class Evaluation:
     @property
     def prompts(self) -> list[dict[str, Any]]:
         """Identifier, domain and number of tokens of each timed prompt."""
-        return self.folder.sessions[-1]["prompts"]
-
-    @property
-    def expected_prompts(self) -> int:
-        """How many prompts have expectations."""
-        return len({line["prompt"] for line in self.folder.lines.values() if line["kind"] == EXPECTED})
+        return [one for one in self.folder.sessions[-1]["prompts"] if one.get("timed", True)]
 
     @property
     def domains(self) -> list[str]:
         """The domains in the order of the prompts."""
-        return list(dict.fromkeys(prompt["domain"] for prompt in self.prompts))
+        return list(dict.fromkeys(prompt["domain"] for prompt in self.folder.sessions[-1]["prompts"]))
 
     @cached_property
     def temperatures(self) -> list[float]:

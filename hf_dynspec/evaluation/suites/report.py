@@ -75,7 +75,8 @@ def conditions(evaluation: Evaluation) -> str:
     hardware, git = origin["hardware"], origin["git"]
     names = [models[role]["name"] for role in ("target", "drafter") if role in models]
     names += [one["name"] for one in models.get("eagle", {}).values()]
-    timed, expected = counted(len(evaluation.prompts), "prompt"), evaluation.expected_prompts
+    timed = counted(len(evaluation.prompts), "prompt")
+    expected = len({line["prompt"] for line in evaluation.folder.lines.values() if line["kind"] == EXPECTED})
     parts = [
         f"{timed} of {', '.join(evaluation.domains)}" + f", and {expected:,} for expectations" * bool(expected),
         counted(settings["max_new_tokens"], "new token") + (" a turn" if _has_turns(evaluation) else ""),

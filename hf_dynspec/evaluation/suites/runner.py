@@ -222,14 +222,14 @@ class Run:
     def begin_session(self, command: Sequence[str] | None, notes: Sequence[str], left_out: Mapping[str, int]) -> None:
         """Write the line of a session, which describes everything that is used from here on. `left_out` are numbers of
         prompts by domain."""
-        threads, described = torch.get_num_threads(), self._pair.described_prompts()
+        threads, prompts = torch.get_num_threads(), enumerate(self._pair.described_prompts())
         self._write(
             {
                 "kind": SESSION,
                 "provenance": provenance(command, utc_now(), None, threads),
                 "processes": self._share.count,
                 "models": self._pair.described_models(),
-                "prompts": [described[number] for number in self._timed],
+                "prompts": [{**one, "timed": number in self._timed} for number, one in prompts],
                 "left_out": dict(left_out),
                 "systems": [system.described() for system in self._systems],
                 "notes": list(notes),
