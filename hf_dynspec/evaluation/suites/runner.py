@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...stats import DraftingStatistics, Stopwatch
 from ...vocabulary import as_token_ids
 from ..bench.systems import COMPILED, System, open_systems
 from ..coverage.measure import measure_coverage
+from ..coverage.result import CoverageResult
 from ..coverage.settings import CoverageSettings
 from ..pair import INDEPENDENT, Pair, generation_config, open_pair, room_for_prompt, utc_now
 from ..prompts import WorkloadError, WorkloadPrompt
@@ -36,9 +38,9 @@ from .settings import SuiteSettings
 
 _WARM_UP_TOKENS = 16
 # The settings that this and `measure_coverage` have in common, and the figures of the latter in lines.
-_OF_BOTH = ("max_new_tokens", "num_assistant_tokens", "chat_template", "max_prompt_tokens", "threads")
+_OF_BOTH = ("max_new_tokens", "num_assistant_tokens", "chat_template", "max_prompt_tokens", "threads", "seed")
 _LENGTH = ("rounds", "acceptance_length")
-_EXPECTED = ("positions", "size", "mass", "oracle_mass", "recall", *_LENGTH)
+_EXPECTED = ("domain", "draws", "positions", "size", "mass", "oracle_mass", "recall", *_LENGTH)
 # Rounds drawn along each text, if a policy learns from verdicts and there is something to draw.
 _DRAWS = 4
 # The attribute of an assistant that is set for lines of a kind.
@@ -247,8 +249,8 @@ class Run:
             self._settings.temperatures, product(self._studied, self._systems)
         ):
             self._study(number, system, temperature)
-        for temperature, number in product(self._settings.temperatures, self._expected):
-            self._expect(number, temperature)
+        for temperature in self._settings.temperatures:
+            self._expect(temperature)
         self._report("done", self._done, self._total)
 
     def _key(self, kind: str, number: int, system: System, temperature: float, repeat: int = 0) -> Key:
@@ -376,33 +378,42 @@ class Run:
         new = output[0, len(read) :].tolist()
         return new, seconds, len(forwards) or len(new)
 
-    def _expect(self, number: int, temperature: float) -> None:
-        """Compute what to expect of the policies along a text that the target writes."""
-        prompt, settings = self._pair.prompts[number], self._settings
-        shared = {name: getattr(settings, name) for name in _OF_BOTH} | {"seed": settings.seed + number}
-        shared |= {"temperature": temperature, "draws": _DRAWS if temperature else 1}
-        for (label, drafter), k in product(self._pair.drafters.items(), settings.recall_k):
+    def _expect(self, temperature: float) -> None:
+        """Compute what to expect of the policies along texts that the target writes."""
+        pair = self._pair
+        shared = {name: getattr(self._settings, name) for name in _OF_BOTH} | {"temperature": temperature}
+        shared["draws"] = _DRAWS if temperature else 1
+        for (drafter, model), k in product(pair.drafters.items(), self._settings.recall_k):
             systems = [one for one in self._systems if self._is_expected(one, temperature)]
-            systems = {one.label: one for one in systems if one.parts.drafter == label}
-            missing = [one for one in systems.values() if not self._has(EXPECTED, number, one, temperature, k)]
+            policies = {one.label: one.policies for one in systems if one.parts.drafter == drafter}
+            wanted = (key for key in self._missing() if key[2] in policies)
+            missing = {key for key in wanted if key[0] == EXPECTED and key[3:] == (temperature, k)}
             if not missing:
                 continue
-            self._report(f"{prompt.identifier}, expectations", self._done, self._total)
-            # All of them, as rounds are drawn for all if they are for one.
-            policies = {name: {prompt.domain: one.policies[prompt.domain]} for name, one in systems.items()}
+            # All policies on these prompts, as rounds are drawn for all if they are for one.
             found = measure_coverage(
                 CoverageSettings(**shared, policies=policies, recall_k=k),
-                target=self._pair.target,
-                drafter=drafter,
-                tokenizer=self._pair.tokenizer,
-                prompts=[prompt],
+                target=pair.target,
+                drafter=model,
+                tokenizer=pair.tokenizer,
+                prompts=pair.prompts,
+                only={prompt for _, prompt, *_ in missing},
+                report=lambda prompt, *_: self._report(f"{prompt}, expectations", self._done, self._total),
+                save=partial(self._write_expected, missing),
             )
-            drawn = {one.policy: {name: getattr(one, name) for name in _LENGTH} for one in found.drawn}
-            for one in (one for one in found.measured if systems[one.policy] in missing):
-                line = {"kind": EXPECTED, "prompt": prompt.identifier, "domain": prompt.domain, "system": one.policy}
-                line |= {"temperature": temperature, "repeat": k, "draws": one.draws}
+            if not found.complete:
+                raise KeyboardInterrupt
+
+    def _write_expected(self, missing: set[Key], found: CoverageResult) -> None:
+        """Write what was found and is missing, and take it from there."""
+        drawn = {(one.prompt, one.policy): {name: getattr(one, name) for name in _LENGTH} for one in found.drawn}
+        for one in found.measured:
+            key = EXPECTED, one.prompt, one.policy, found.settings.temperature, found.settings.recall_k
+            if key in missing:
+                missing.remove(key)
+                line = dict(zip(("kind", "prompt", "system", "temperature", "repeat"), key, strict=True))
                 line |= {name: getattr(one, name) for name in _EXPECTED}
-                self._write_line(line | ({"drawn": drawn[one.policy]} if drawn else {}))
+                self._write_line(line | ({"drawn": drawn[one.prompt, one.policy]} if drawn else {}))
 
     def _write_line(self, line: dict[str, Any]) -> None:
         self._write(line)
