@@ -617,7 +617,7 @@ def test_a_table_is_measured_and_says_what_it_left_out(data, tmp_path):
     headings = re.search(r"^\| method \|.*\|$", text, re.MULTILINE)[0].split(" | ")
     assert headings[1:4] == ["code, acceptance length", "more, acceptance length", "average acceptance length"]
     assert headings[-1] == "vs full vocabulary |" and full[-1] == "1.000 |"
-    # Acceptance lengths are of more prompts than speeds, each of all tokens over all rounds.
+    # Acceptance lengths are of more prompts than speeds.
     assert "2 prompts of code, more, and 4 for expectations" in text and "†" not in text
     evaluation = Evaluation(tmp_path / "out")
     own, listed = (
@@ -627,8 +627,7 @@ def test_a_table_is_measured_and_says_what_it_left_out(data, tmp_path):
     of_code = [one for one in lines_of(tmp_path / "out") if one["kind"] == EXPECTED and one["domain"] == "code"]
     of_full = [one for one in of_code if one["system"] == "full vocabulary"]
     assert len({one["prompt"] for one in of_full}) == len(of_full) == 2
-    tokens, rounds = (sum(one["acceptance_length"] ** n * one["rounds"] for one in of_full) for n in (1, 0))
-    assert own[0] == pytest.approx(tokens / rounds)
+    assert own[0] == pytest.approx(sum(one["acceptance_length"] for one in of_full) / 2)
     assert full[1:3] == [f"{one:.2f}" for one in own] and full[3].startswith(f"{sum(own) / 2:.2f} ± ")
     assert re.search(rf"\| FR-Spec, 32k \|.* {sum(listed) / sum(own):.3f} ± \d\.\d{{3}} \|$", text, re.MULTILINE)
 
@@ -700,7 +699,7 @@ def test_recall_is_measured_along_given_texts(data, tmp_path, monkeypatch):
     expected = [line for line in lines if line["kind"] == EXPECTED]
     assert sorted({line["repeat"] for line in expected}) == [10, 50]
     # Rounds are drawn for a policy that learns from them, and for the others with the same luck, to compare.
-    draws = {(line["temperature"], line["system"]): (line["draws"], "drawn" in line) for line in expected}
+    draws = {(line["temperature"], line["system"]): (line["draws"], "drawn_length" in line) for line in expected}
     hybrid = "hybrid (this package's default)"
     assert draws[0.7, "FR-Spec, 32k"] == (0, True) and draws[0.7, hybrid] == (4, True)
     assert draws[0.0, "FR-Spec, 32k"] == draws[0.0, hybrid] == (0, False)

@@ -1,10 +1,10 @@
 """What an evaluation found, computed from the lines in its folder alone."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from ...errors import ConfigurationError
@@ -16,11 +16,12 @@ from .runs import COVERAGE, EXPECTED, PROFILE, TIMED, RunFolder, read_settings
 
 Line = Mapping[str, Any]
 # What figures of expectations are called there.
-_TEACHER_FORCED = {"mass": "mass", "oracle_mass": "oracle_mass", "shortlist_size": "size"}
-
-
-# Figures that are quotients of two sums.
-_RATIOS = ("tokens_per_second", "acceptance_length", "expected_length")
+_TEACHER_FORCED = {
+    "expected_length": "acceptance_length",
+    "mass": "mass",
+    "oracle_mass": "oracle_mass",
+    "shortlist_size": "size",
+}
 
 
 class Evaluation:
@@ -108,16 +109,18 @@ def summarize(
     Returns:
         By name: `tokens_per_second`; `acceptance_length`; `active_vocabulary`; `oov_rate`; `coverage` in real runs;
         `expected_length`, `mass`, `oracle_mass`, `shortlist_size` and `recall@k` teacher-forced; `draft_ms` and
-        `verification_ms` of a round; `training_bytes` of an aligned drafter's gradients and optimizer;
-        `peak_bytes` of a GPU's memory.
+        `verification_ms` of a round; `training_bytes` of an aligned drafter's gradients and optimizer; `peak_bytes` of
+        a GPU's memory.
     """
     place = temperature, system, domain
     timed = evaluation.compared(*place)
     figures: dict[str, Estimate] = {}
-    for name in _RATIOS:
-        pairs = _pairs(evaluation, *place, name)
-        if pairs:
-            figures[name] = Estimate.of_ratio(*zip(*pairs.values(), strict=True))
+    if timed:
+        tokens = [_tokens(line) for line in timed]
+        seconds = [sum(turn["seconds"] for turn in line["turns"]) for line in timed]
+        figures["tokens_per_second"] = Estimate.of_ratio(tokens, seconds)
+        drafted, rounds = zip(*(_tokens_and_rounds(line) for line in timed), strict=True)
+        figures["acceptance_length"] = Estimate.of_ratio(drafted, rounds)
     drafting = [line["drafting"] for line in timed if "drafting" in line]
     of_coverage = [line["drafting"] for line in evaluation.lines(COVERAGE, *place)]
     for name, lines in (("active_vocabulary", drafting), ("oov_rate", drafting), ("coverage", of_coverage)):
@@ -141,23 +144,6 @@ def summarize(
         if values:
             figures[name] = Estimate(max(values), None)
     return figures
-
-
-def _pairs(
-    evaluation: Evaluation, temperature: float, system: str, domain: str | None, name: str, drawn: bool = False
-) -> dict[Any, tuple[float, float]]:
-    """What the quotient of the sums is the figure: tokens and seconds, or tokens and rounds, by prompt and repeat.
-    `drawn`: with the rounds that are drawn for all policies if they are for one."""
-    if name == "expected_length":
-        if evaluation.folder.described_systems[system]["tree"] is not None:
-            return {}
-        lines = evaluation.lines(EXPECTED, temperature, system, domain)
-        found = {line["prompt"]: line.get("drawn", line) if drawn else line for line in lines}
-        return {prompt: (one["acceptance_length"] * one["rounds"], one["rounds"]) for prompt, one in found.items()}
-    timed = {(one["prompt"], one["repeat"]): one for one in evaluation.compared(temperature, system, domain)}
-    if name == "acceptance_length":
-        return {key: _tokens_and_rounds(line) for key, line in timed.items()}
-    return {key: (_tokens(line), sum(turn["seconds"] for turn in line["turns"])) for key, line in timed.items()}
 
 
 def _tokens(line: Line) -> int:
@@ -194,44 +180,23 @@ def mean_over_domains(evaluation: Evaluation, temperature: float, system: str, n
     found = [summarize(evaluation, temperature, system, domain).get(name) for domain in has_figure]
     if not found or any(one is None for one in found):
         return None
-    error = _error_of_mean([one.standard_error for one in found])
-    return Estimate(fmean(one.mean for one in found), error)
+    errors = [one.standard_error for one in found]
+    error = None if None in errors else sum(one**2 for one in errors) ** 0.5 / len(errors)
+    return Estimate(sum(one.mean for one in found) / len(found), error)
 
 
-def compare(
-    evaluation: Evaluation, temperature: float, systems: tuple[str, str], names: tuple[str, str]
-) -> Estimate | None:
-    """The ratio of a figure of one system to that of another, each a mean over domains and by its own name, with the
-    standard error of the differences on the same prompts, if the figures have them."""
-    sides = list(zip(systems, names, strict=True))
-    drawn = any(line.get("draws") for one in systems for line in evaluation.lines(EXPECTED, temperature, one))
-    parts = []
-    for domain in evaluation.domains:
-        own, other = (
-            _pairs(evaluation, temperature, system, domain, name, drawn) if name in _RATIOS else {}
-            for system, name in sides
-        )
-        both = [key for key in own if key in other]
-        parts += [[_deviations([pairs[key] for key in both]) for pairs in (own, other)]] if both else []
-    if not parts:
-        means = [mean_over_domains(evaluation, temperature, *side) for side in sides]
-        return None if None in means else Estimate(means[0].mean / means[1].mean, None)
-    own, other = (fmean(mean for mean, _ in side) for side in zip(*parts, strict=True))
-    ratio = own / other
-    differences = [[a - ratio * b for a, b in zip(one, two, strict=True)] for (_, one), (_, two) in parts]
-    error = _error_of_mean([Estimate.of(one).standard_error for one in differences])
-    return Estimate(ratio, None if error is None else error / other)
-
-
-def _deviations(pairs: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
-    """The quotient of the sums, and by how much each pair moves it."""
-    mean, base = sum(one for one, _ in pairs) / sum(one for _, one in pairs), fmean(one for _, one in pairs)
-    return mean, [(one - mean * other) / base for one, other in pairs]
-
-
-def _error_of_mean(errors: Sequence[float | None]) -> float | None:
-    """The standard error of the mean of independent figures."""
-    return None if None in errors else sum(one**2 for one in errors) ** 0.5 / len(errors)
+def relative_length(evaluation: Evaluation, temperature: float, system: str, base: str) -> Estimate | None:
+    """The ratio of two systems' expected acceptance lengths, each a mean over domains, prompt by prompt: if rounds of
+    either are drawn, with the same luck for both."""
+    own, other = ({one["prompt"]: one for one in evaluation.lines(EXPECTED, temperature, s)} for s in (system, base))
+    field = "drawn_length" if any(one["draws"] for one in (*own.values(), *other.values())) else "acceptance_length"
+    both = [prompt for prompt in own if prompt in other]
+    of_domain = Counter(own[prompt]["domain"] for prompt in both)
+    weights = [1 / of_domain[own[prompt]["domain"]] for prompt in both]
+    lengths = [
+        [side[prompt][field] * weight for prompt, weight in zip(both, weights, strict=True)] for side in (own, other)
+    ]
+    return Estimate.of_ratio(*lengths) if both else None
 
 
 def identity(evaluation: Evaluation, system: str) -> tuple[int, dict[str, int]]:

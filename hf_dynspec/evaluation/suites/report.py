@@ -13,8 +13,8 @@ from ..provenance import cpu_threads
 from ..tables import FittedTable
 from ..tables import cell as number_cell
 from .data import SUITES
-from .figures import Evaluation, by_turn, compare, identity, mean_over_domains, summarize
-from .paper_tables import IN_GENERATION, LEAST_TOKENS, PAPER_TABLES, PaperTable, why_left_out
+from .figures import Evaluation, by_turn, identity, mean_over_domains, relative_length, summarize
+from .paper_tables import IN_GENERATION, LEAST_TOKENS, LENGTH, PAPER_TABLES, PaperTable, why_left_out
 from .runs import EXPECTED
 
 TABLES = "tables.md"
@@ -215,14 +215,21 @@ def _paper_rows(
             shown = [cell(one, own) for one in of_domains] + [cell(average, own, with_error=True)]
             cells += [one + mark * (one != _NOTHING) for one in shown]
         if table.compared_with:
-            first, pair = (*table.by_domain, *table.overall)[0], (label, labels.get(table.compared_with))
-            ratio = None
-            if pair[1] in evaluation.systems:
-                names = [_own_name(evaluation, temperature, one, first) for one in pair]
-                ratio = compare(evaluation, temperature, pair, names)
-            cells.append(cell(ratio, "ratio", with_error=label != pair[1]))
+            first, base = (*table.by_domain, *table.overall)[0], labels.get(table.compared_with)
+            cells.append(cell(_ratio(evaluation, temperature, first, label, base), "ratio", with_error=True))
         rows.append(cells)
     return rows
+
+
+def _ratio(evaluation: Evaluation, temperature: float, name: str, label: str, base: str | None) -> Estimate | None:
+    """A figure of a table as a share of another system's."""
+    if base not in evaluation.systems:
+        return None
+    names = [_own_name(evaluation, temperature, one, name) for one in (label, base)]
+    if names == [LENGTH, LENGTH] and label != base:
+        return relative_length(evaluation, temperature, label, base)
+    both = [mean_over_domains(evaluation, temperature, *one) for one in zip((label, base), names, strict=True)]
+    return None if None in both else Estimate(both[0].mean / both[1].mean, None)
 
 
 def _own_name(evaluation: Evaluation, temperature: float, label: str, name: str) -> str:

@@ -39,8 +39,7 @@ from .settings import SuiteSettings
 _WARM_UP_TOKENS = 16
 # The settings that this and `measure_coverage` have in common, and the figures of the latter in lines.
 _OF_BOTH = ("max_new_tokens", "num_assistant_tokens", "chat_template", "max_prompt_tokens", "threads", "seed")
-_LENGTH = ("rounds", "acceptance_length")
-_EXPECTED = ("domain", "draws", "positions", "size", "mass", "oracle_mass", "recall", *_LENGTH)
+_EXPECTED = ("domain", "draws", "positions", "size", "mass", "oracle_mass", "recall", "acceptance_length")
 # Rounds drawn along each text, if a policy learns from verdicts and there is something to draw.
 _DRAWS = 4
 # The attribute of an assistant that is set for lines of a kind.
@@ -406,14 +405,14 @@ class Run:
 
     def _write_expected(self, missing: set[Key], found: CoverageResult) -> None:
         """Write what was found and is missing, and take it from there."""
-        drawn = {(one.prompt, one.policy): {name: getattr(one, name) for name in _LENGTH} for one in found.drawn}
+        drawn = {(one.prompt, one.policy): one.acceptance_length for one in found.drawn}
         for one in found.measured:
             key = EXPECTED, one.prompt, one.policy, found.settings.temperature, found.settings.recall_k
             if key in missing:
                 missing.remove(key)
                 line = dict(zip(("kind", "prompt", "system", "temperature", "repeat"), key, strict=True))
                 line |= {name: getattr(one, name) for name in _EXPECTED}
-                self._write_line(line | ({"drawn": drawn[one.prompt, one.policy]} if drawn else {}))
+                self._write_line(line | ({"drawn_length": drawn[one.prompt, one.policy]} if drawn else {}))
 
     def _write_line(self, line: dict[str, Any]) -> None:
         self._write(line)
