@@ -618,7 +618,7 @@ def test_a_table_is_measured_and_says_what_it_left_out(data, tmp_path):
     assert headings[1:4] == ["code, acceptance length", "more, acceptance length", "average acceptance length"]
     assert headings[-1] == "vs full vocabulary |" and full[-1] == "1.000 |"
     # Acceptance lengths are of more prompts than speeds.
-    assert "2 prompts of code, more, and 4 for expectations" in text and "†" not in text
+    assert "2 timed prompts and 4 with expectations of code, more;" in text and "†" not in text
     evaluation = Evaluation(tmp_path / "out")
     own, listed = (
         [summarize(evaluation, 0.0, label, one)["expected_length"].mean for one in ("code", "more")]

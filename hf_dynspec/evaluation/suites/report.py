@@ -75,10 +75,10 @@ def conditions(evaluation: Evaluation) -> str:
     hardware, git = origin["hardware"], origin["git"]
     names = [models[role]["name"] for role in ("target", "drafter") if role in models]
     names += [one["name"] for one in models.get("eagle", {}).values()]
-    timed = counted(len(evaluation.prompts), "prompt")
     expected = len({line["prompt"] for line in evaluation.folder.lines.values() if line["kind"] == EXPECTED})
+    prompts = counted(len(evaluation.prompts), "timed prompt" if expected else "prompt")
     parts = [
-        f"{timed} of {', '.join(evaluation.domains)}" + f", and {expected:,} for expectations" * bool(expected),
+        f"{prompts}{f' and {expected:,} with expectations' * bool(expected)} of {', '.join(evaluation.domains)}",
         counted(settings["max_new_tokens"], "new token") + (" a turn" if _has_turns(evaluation) else ""),
         counted(settings["repeats"], "repeat"),
     ]
