@@ -66,6 +66,13 @@ def evaluate(
     top_k: options.TopK = 0,
     repeats: options.Repeats = 1,
     limit: options.Limit = None,
+    expected_prompts: Annotated[
+        int | None,
+        typer.Option(
+            help="For --table: acceptance lengths are computed along texts of the first so many prompts of each "
+            "category of each file; 0 measures them in the timed runs.  [default: 16]"
+        ),
+    ] = None,
     profile_prompts: Annotated[
         int, typer.Option(help="Prompts of each domain for a round's time and coverage, measured apart from speed.")
     ] = 2,
@@ -100,6 +107,8 @@ def evaluate(
     spec = None if table is None else paper_table(table)
     if spec is None and given:
         raise ConfigurationError(f"--{next(iter(given))} is for --table; name it in a --policy")
+    if spec is None and expected_prompts is not None:
+        raise ConfigurationError("--expected-prompts is for --table; coverage measures policies along texts")
     if spec is not None and (policy or align):
         raise ConfigurationError(f"the table says what is run; leave {'--policy' if policy else '--align'} out")
     launched = Launched()
@@ -114,6 +123,7 @@ def evaluate(
         chains=chain,
         trees=tree or [],
         temperatures=temperature or (spec.temperatures if spec else [0.0]),
+        expected_prompts=16 if spec and expected_prompts is None else expected_prompts,
         recall_k=spec.recall_k if spec else (),
         transformers_assisted=transformers_assisted and spec is None,
         rivals=rivals and spec is None,

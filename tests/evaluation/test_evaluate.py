@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ from hf_dynspec.evaluation.suites.data import SUITES, read_suite, streams
 from hf_dynspec.evaluation.suites.dialogue import Dialogue, require_room
 from hf_dynspec.evaluation.suites.figures import Evaluation, by_turn, identity, summarize
 from hf_dynspec.evaluation.suites.methods import make_methods
-from hf_dynspec.evaluation.suites.paper_tables import GIVEN, PAPER_TABLES, table_methods, why_left_out
+from hf_dynspec.evaluation.suites.paper_tables import GIVEN, PAPER_TABLES, Row, table_methods, why_left_out
 from hf_dynspec.evaluation.suites.runner import Share
-from hf_dynspec.evaluation.suites.runs import RUNS, SETTINGS, TIMED, RunFolder, key_of
+from hf_dynspec.evaluation.suites.runs import EXPECTED, RUNS, SETTINGS, TIMED, RunFolder, key_of
 from hf_dynspec.files import append_json_line, read_whole_lines
 from hf_dynspec.protocol import VocabularyInfo
 
@@ -603,6 +604,7 @@ def test_every_table_says_what_it_runs():
 
 def test_a_table_is_measured_and_says_what_it_left_out(data, tmp_path):
     words = ("--table", "dynaspec-1", "--data", data / "code.jsonl", data / "more.jsonl", "--limit", 1)
+    words += ("--expected-prompts", 2)
     result = evaluate(*words, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.exception
     text = (tmp_path / "out/tables.md").read_text()
@@ -615,9 +617,53 @@ def test_a_table_is_measured_and_says_what_it_left_out(data, tmp_path):
     headings = re.search(r"^\| method \|.*\|$", text, re.MULTILINE)[0].split(" | ")
     assert headings[1:4] == ["code, acceptance length", "more, acceptance length", "average acceptance length"]
     assert headings[-1] == "vs full vocabulary |" and full[-1] == "1.000 |"
+    # Acceptance lengths are of more prompts than speeds.
+    assert "2 timed prompts and 4 with expectations of code, more;" in text and "†" not in text
     evaluation = Evaluation(tmp_path / "out")
-    own = [summarize(evaluation, 0.0, "full vocabulary", one)["acceptance_length"].mean for one in ("code", "more")]
-    assert full[1:3] == [f"{one:.2f}" for one in own] and full[3].startswith(f"{sum(own) / 2:.2f}")
+    own, listed = (
+        [summarize(evaluation, 0.0, label, one)["expected_length"].mean for one in ("code", "more")]
+        for label in ("full vocabulary", "FR-Spec, 32k")
+    )
+    of_code = [one for one in lines_of(tmp_path / "out") if one["kind"] == EXPECTED and one["domain"] == "code"]
+    of_full = [one for one in of_code if one["system"] == "full vocabulary"]
+    assert len({one["prompt"] for one in of_full}) == len(of_full) == 2
+    assert own[0] == pytest.approx(sum(one["acceptance_length"] for one in of_full) / 2)
+    assert full[1:3] == [f"{one:.2f}" for one in own] and full[3].startswith(f"{sum(own) / 2:.2f} ± ")
+    assert re.search(rf"\| FR-Spec, 32k \|.* {sum(listed) / sum(own):.3f} ± \d\.\d{{3}} \|$", text, re.MULTILINE)
+
+
+def test_texts_that_end_at_once_are_left_out_and_aligned_rows_are_marked(data, evaluated, tmp_path, monkeypatch):
+    texts = {one["prompt"]: one["turns"][0]["tokens"] for one in reversed(lines_of(evaluated)) if one["kind"] == TIMED}
+    ends = next(token for token in texts["more/1"] if sum(token in text for text in texts.values()) == 1)
+
+    def load(*words: object, **settings: object) -> Any:
+        model = loading.load_model(*words, **settings)
+        model.generation_config.eos_token_id = ends
+        return model
+
+    monkeypatch.setattr(pair, "load_model", load)
+    rows = (Row("full vocabulary", "full"), Row("aligned", FREQUENCY, alignment="default"))
+    table = replace(PAPER_TABLES["evospec-2"], rows=rows)
+    monkeypatch.setitem(PAPER_TABLES, "evospec-2", table)
+    rows = [{"question_id": n, "category": "short", "turns": [TEXTS[2 - n]]} for n in range(2)]
+    words = ("--table", "evospec-2", "--data", data / "code.jsonl", write_rows(tmp_path / "short.jsonl", rows))
+    words += ("--limit", 1, "--expected-prompts", 2, "--profile-prompts", 0, "--no-figures")
+    result = evaluate(*words, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.exception
+    lines = lines_of(tmp_path / "out")
+    assert {line["prompt"] for line in lines if line["kind"] == TIMED} == {"code/0"}
+    expected = [(line["prompt"], line["system"]) for line in lines if line["kind"] == EXPECTED]
+    assert expected == [(prompt, "full vocabulary") for prompt in ("code/0", "code/1", "short/1")]
+    text = (tmp_path / "out/tables.md").read_text()
+    assert "\n- 1 prompt of short: the text ends within 8 tokens.\n" in text
+    assert "| method | code, tokens/s | short, tokens/s | average tokens/s |" in text
+    # The acceptance length is the last column but one.
+    lengths = {
+        row: re.search(rf"^\| {row} \|.*\|$", text, re.MULTILINE)[0].split(" | ")[-2]
+        for row in ("full vocabulary", "aligned")
+    }
+    assert "†" not in lengths["full vocabulary"] and lengths["aligned"].endswith(" †")
+    assert "\n† counted in the timed runs" in text
 
 
 def test_vocabtrim_is_a_row_where_what_the_target_generates_was_counted(data, tmp_path):
@@ -646,10 +692,23 @@ def test_recall_is_measured_along_given_texts(data, tmp_path, monkeypatch):
     small = tuple(row for row in table.rows if row.policy is None or row.policy.startswith(("frequency", "hybrid")))
     monkeypatch.setitem(PAPER_TABLES, "evospec-6", type(table)(**{**vars(table), "rows": small, "recall_k": (10, 50)}))
     words = ("--table", "evospec-6", "--data", data / "code.jsonl", "--limit", 1, "--out", tmp_path / "out")
+    words += ("--temperature", 0, "--temperature", 0.7)
     result = evaluate(*words)
     assert result.exit_code == 0, result.exception
-    recalls = [line for line in lines_of(tmp_path / "out") if line["kind"] == "recall"]
-    assert sorted({line["repeat"] for line in recalls}) == [10, 50]
+    lines = read_whole_lines(tmp_path / "out" / RUNS)
+    expected = [line for line in lines if line["kind"] == EXPECTED]
+    assert sorted({line["repeat"] for line in expected}) == [10, 50]
+    # Rounds are drawn for a policy that learns from them, and for the others with the same luck, to compare.
+    draws = {(line["temperature"], line["system"]): (line["draws"], "drawn_length" in line) for line in expected}
+    hybrid = "hybrid (this package's default)"
+    assert draws[0.7, "FR-Spec, 32k"] == (0, True) and draws[0.7, hybrid] == (4, True)
+    assert draws[0.0, "FR-Spec, 32k"] == draws[0.0, hybrid] == (0, False)
+    # What a stopped run lacks is measured as it would have been.
+    write_rows(tmp_path / "out" / RUNS, [line for line in lines if line is not expected[-1]])
+    assert not Evaluation(tmp_path / "out").is_complete
+    result = evaluate(*words)
+    assert result.exit_code == 0, result.exception
+    assert [line for line in lines_of(tmp_path / "out") if line["kind"] == EXPECTED] == expected
     figures = summarize(Evaluation(tmp_path / "out"), 0.0, "FR-Spec, 32k")
     assert 0 < figures["mass"].mean <= figures["oracle_mass"].mean <= 1 and 0 < figures["recall@10"].mean <= 1
     assert "- EvoSpec, full system: policies are led along given texts" in (tmp_path / "out/tables.md").read_text()
@@ -669,6 +728,7 @@ def test_recall_is_measured_along_given_texts(data, tmp_path, monkeypatch):
         (("--policy", "plain"), "a policy cannot be shown as 'plain'"),
         (("--align", "fast"), "there is no alignment 'fast'; there are default, paper, osd"),
         (("--router", "path/to/router"), "--router is for --table; name it in a --policy"),
+        (("--expected-prompts", 4), "--expected-prompts is for --table"),
         (("--table", "dynaspec-1", "--router", "path/to/nothing"), "path/to/nothing"),
         (("--policy", "frequency:ranking=path/to/without-{domain}"), "path/to/without-code"),
         (("--temperature", -1), "--temperature must be numbers of at least 0, got -1.0"),

@@ -6,7 +6,7 @@ in a run of `generate` is computed instead: see `rounds.RoundsAlongText`. Prompt
 same for all policies, so that a comparison prompt by prompt is sharper than the standard errors of each policy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -35,6 +35,7 @@ def measure_coverage(
     drafter: PreTrainedModel | Drafter | None = None,
     tokenizer: Any = None,
     prompts: Sequence[WorkloadPrompt] | None = None,
+    only: Collection[str] | None = None,
     report: Callable[[str, int, int], None] = lambda activity, done, total: None,
     save: Callable[[CoverageResult], None] = lambda result: None,
 ) -> CoverageResult:
@@ -46,6 +47,8 @@ def measure_coverage(
     Args:
         settings: what to measure.
         target, drafter, tokenizer, prompts: used instead of what the settings name, see `open_pair`.
+        only: measure on the prompts with these identifiers, and find on each what all together would find, unless
+            policies' states are kept from prompt to prompt (None: on all).
         report: called before each text with its prompt's identifier, how many are done and how many there are.
         save: called after each text and at the end, so that a killed process loses one text at most.
 
@@ -84,9 +87,11 @@ def measure_coverage(
         texts = len(pair.prompts) * settings.continuations
         try:
             for number in range(texts):
-                report(pair.prompts[number % len(pair.prompts)].identifier, number, texts)
-                measurement.take(number)
-                save(result)
+                identifier = pair.prompts[number % len(pair.prompts)].identifier
+                if only is None or identifier in only:
+                    report(identifier, number, texts)
+                    measurement.take(number)
+                    save(result)
             report("done", texts, texts)
             result.finished = utc_now()
         except KeyboardInterrupt:

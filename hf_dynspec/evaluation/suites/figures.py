@@ -1,5 +1,6 @@
 """What an evaluation found, computed from the lines in its folder alone."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
@@ -11,11 +12,16 @@ from ...stats import DRAFT_SECTIONS
 from ..bench.systems import PLAIN
 from ..coverage.estimates import Estimate
 from ..tables import decoding_title
-from .runs import COVERAGE, PROFILE, RECALL, TIMED, RunFolder, read_settings
+from .runs import COVERAGE, EXPECTED, PROFILE, TIMED, RunFolder, read_settings
 
 Line = Mapping[str, Any]
-# What figures of recall lines are called there.
-_TEACHER_FORCED = {"mass": "mass", "oracle_mass": "oracle_mass", "shortlist_size": "size"}
+# What figures of expectations are called there.
+_TEACHER_FORCED = {
+    "expected_length": "acceptance_length",
+    "mass": "mass",
+    "oracle_mass": "oracle_mass",
+    "shortlist_size": "size",
+}
 
 
 class Evaluation:
@@ -39,13 +45,13 @@ class Evaluation:
 
     @property
     def prompts(self) -> list[dict[str, Any]]:
-        """Identifier, domain and number of tokens of each prompt."""
-        return self.folder.sessions[-1]["prompts"]
+        """Identifier, domain and number of tokens of each timed prompt."""
+        return [one for one in self.folder.sessions[-1]["prompts"] if one.get("timed", True)]
 
     @property
     def domains(self) -> list[str]:
         """The domains in the order of the prompts."""
-        return list(dict.fromkeys(prompt["domain"] for prompt in self.prompts))
+        return list(dict.fromkeys(prompt["domain"] for prompt in self.folder.sessions[-1]["prompts"]))
 
     @cached_property
     def temperatures(self) -> list[float]:
@@ -74,10 +80,8 @@ class Evaluation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that was asked for was timed."""
-        runs = len(self.settings["temperatures"]) * self.settings["repeats"]
-        timed = sum(line["kind"] == TIMED for line in self.folder.lines.values())
-        return timed == len(self.prompts) * len(self.folder.systems) * runs
+        """Whether all that was asked for was measured."""
+        return self.folder.is_finished
 
     @cached_property
     def _finished_by_all(self) -> set[tuple[str, float, int]]:
@@ -104,8 +108,9 @@ def summarize(
 
     Returns:
         By name: `tokens_per_second`; `acceptance_length`; `active_vocabulary`; `oov_rate`; `coverage` in real runs;
-        `mass`, `oracle_mass`, `shortlist_size` and `recall@k` teacher-forced; `draft_ms` and `verification_ms` of a
-        round; `training_bytes` of an aligned drafter's gradients and optimizer; `peak_bytes` of a GPU's memory.
+        `expected_length`, `mass`, `oracle_mass`, `shortlist_size` and `recall@k` teacher-forced; `draft_ms` and
+        `verification_ms` of a round; `training_bytes` of an aligned drafter's gradients and optimizer; `peak_bytes` of
+        a GPU's memory.
     """
     place = temperature, system, domain
     timed = evaluation.compared(*place)
@@ -125,10 +130,10 @@ def summarize(
         if known:
             # A mean over rounds.
             figures[name] = Estimate.of_ratio(*zip(*known, strict=True))
-    recalls = evaluation.lines(RECALL, *place)
-    for k in dict.fromkeys(line["repeat"] for line in recalls):
+    expected = evaluation.lines(EXPECTED, *place)
+    for k in dict.fromkeys(line["repeat"] for line in expected):
         for name, field in ((f"recall@{k}", "recall"), *_TEACHER_FORCED.items()):
-            figures[name] = Estimate.of([line[field] for line in recalls if line["repeat"] == k])
+            figures[name] = Estimate.of([line[field] for line in expected if line["repeat"] == k])
     sections = round_times(evaluation, *place)
     if sections:
         figures["draft_ms"] = Estimate(sum(sections[name] for name in DRAFT_SECTIONS), None)
@@ -178,6 +183,20 @@ def mean_over_domains(evaluation: Evaluation, temperature: float, system: str, n
     errors = [one.standard_error for one in found]
     error = None if None in errors else sum(one**2 for one in errors) ** 0.5 / len(errors)
     return Estimate(sum(one.mean for one in found) / len(found), error)
+
+
+def relative_length(evaluation: Evaluation, temperature: float, system: str, base: str) -> Estimate | None:
+    """The ratio of two systems' expected acceptance lengths, each a mean over domains, prompt by prompt: if rounds of
+    either are drawn, with the same luck for both."""
+    own, other = ({one["prompt"]: one for one in evaluation.lines(EXPECTED, temperature, s)} for s in (system, base))
+    field = "drawn_length" if any(one["draws"] for one in (*own.values(), *other.values())) else "acceptance_length"
+    both = [prompt for prompt in own if prompt in other]
+    of_domain = Counter(own[prompt]["domain"] for prompt in both)
+    weights = [1 / of_domain[own[prompt]["domain"]] for prompt in both]
+    lengths = [
+        [side[prompt][field] * weight for prompt, weight in zip(both, weights, strict=True)] for side in (own, other)
+    ]
+    return Estimate.of_ratio(*lengths) if both else None
 
 
 def identity(evaluation: Evaluation, system: str) -> tuple[int, dict[str, int]]:

@@ -45,10 +45,14 @@ class PaperTable:
     compared_with: str | None = None
     suite: str = "domains"  # whose prompts it is measured on, unless told otherwise
     temperatures: tuple[float, ...] = (0.0,)  # likewise
-    recall_k: tuple[int, ...] = ()  # see `SuiteSettings.recall_k`
+    recall_k: tuple[int, ...] = (10,)  # see `SuiteSettings.recall_k`
 
 
-SPEED, LENGTH, SIZE, MEMORY = "tokens_per_second", "acceptance_length", "active_vocabulary", "training_bytes"
+SPEED, LENGTH, SIZE, MEMORY = "tokens_per_second", "expected_length", "shortlist_size", "training_bytes"
+# Prompts whose greedy text is shorter are left out: of a token or two nothing can be learnt about drafts.
+LEAST_TOKENS = 8
+# Of rows without expectations, such as those whose drafter is aligned while it generates: the same in generation.
+IN_GENERATION = {LENGTH: "acceptance_length", SIZE: "active_vocabulary"}
 
 _PLAIN, _PLAIN_WITH_PRODUCT = Row(BASELINES[PLAIN]), Row(BASELINES[HEAD_PRODUCT])
 _FULL = Row("full vocabulary", "full")

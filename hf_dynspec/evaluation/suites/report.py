@@ -13,15 +13,19 @@ from ..provenance import cpu_threads
 from ..tables import FittedTable
 from ..tables import cell as number_cell
 from .data import SUITES
-from .figures import Evaluation, by_turn, identity, mean_over_domains, summarize
-from .paper_tables import PAPER_TABLES, PaperTable, why_left_out
+from .figures import Evaluation, by_turn, identity, mean_over_domains, relative_length, summarize
+from .paper_tables import IN_GENERATION, LEAST_TOKENS, LENGTH, PAPER_TABLES, PaperTable, why_left_out
+from .runs import EXPECTED
 
 TABLES = "tables.md"
+# Cells without a figure, and the mark of a figure that is not from where its column is.
+_NOTHING, _MARK = "–", " †"
 
 # What figures are called, and how they are written.
 _NAMES = {
     "tokens_per_second": ("tokens/s", ".1f"),
     "acceptance_length": ("acceptance length", ".2f"),
+    "expected_length": ("acceptance length", ".2f"),
     "active_vocabulary": ("active vocabulary", ",.0f"),
     "shortlist_size": ("shortlist size", ",.0f"),
     "coverage": ("coverage", ".4f"),
@@ -71,8 +75,10 @@ def conditions(evaluation: Evaluation) -> str:
     hardware, git = origin["hardware"], origin["git"]
     names = [models[role]["name"] for role in ("target", "drafter") if role in models]
     names += [one["name"] for one in models.get("eagle", {}).values()]
+    expected = len({line["prompt"] for line in evaluation.folder.lines.values() if line["kind"] == EXPECTED})
+    prompts = counted(len(evaluation.prompts), "timed prompt" if expected else "prompt")
     parts = [
-        f"{counted(len(evaluation.prompts), 'prompt')} of {', '.join(evaluation.domains)}",
+        f"{prompts}{f' and {expected:,} with expectations' * bool(expected)} of {', '.join(evaluation.domains)}",
         counted(settings["max_new_tokens"], "new token") + (" a turn" if _has_turns(evaluation) else ""),
         counted(settings["repeats"], "repeat"),
     ]
@@ -153,8 +159,12 @@ def paper_tables(evaluation: Evaluation, table: PaperTable) -> list[str]:
     parts = [f"What it shows: {table.shows}. Averages are means over domains; ± is the standard error over prompts."]
     for title, headings, rows in _paper_tables(evaluation, table):
         parts += [f"**{title}**", markdown(headings, rows)]
+    if any(_MARK in part for part in parts):
+        parts.append(f"{_MARK.strip()} counted in the timed runs, not expected along given texts.")
     left_out = [(row.label, why_left_out(row, evaluation.settings["given"])) for row in table.rows]
     said = [f"- {label}: {reason}." for label, reason in left_out if reason is not None]
+    for domain, count in evaluation.folder.sessions[-1].get("left_out", {}).items():
+        said.append(f"- {counted(count, 'prompt')} of {domain}: the text ends within {LEAST_TOKENS} tokens.")
     return [*parts, *(["Left out:", "\n".join(said)] if said else [])]
 
 
@@ -193,22 +203,40 @@ def _paper_rows(
         if label not in evaluation.systems:
             continue
         cells = [row.label]
-        for name in table.by_domain:
-            if len(evaluation.domains) > 1:
-                of_domains = [summarize(evaluation, temperature, label, one) for one in evaluation.domains]
-                cells += [cell(one.get(name), name) for one in of_domains]
-            cells.append(_average(evaluation, temperature, label, name))
-        cells += [_average(evaluation, temperature, label, name) for name in table.overall]
+        several = len(evaluation.domains) > 1
+        for name in (*table.by_domain, *table.overall):
+            own = _own_name(evaluation, temperature, label, name)
+            found = [mean_over_domains(evaluation, temperature, label, own)]
+            if name in table.by_domain and several:
+                found = [summarize(evaluation, temperature, label, one).get(own) for one in evaluation.domains] + found
+            # What is measured in generation although the column is of expectations; a baseline expects 1.
+            mark = _MARK if own != name and label in evaluation.assistants else ""
+            *of_domains, average = found
+            shown = [cell(one, own) for one in of_domains] + [cell(average, own, with_error=True)]
+            cells += [one + mark * (one != _NOTHING) for one in shown]
         if table.compared_with:
-            first, pair = (*table.by_domain, *table.overall)[0], (label, labels.get(table.compared_with))
-            both = [one and mean_over_domains(evaluation, temperature, one, first) for one in pair]
-            cells.append("–" if None in both else f"{both[0].mean / both[1].mean:.3f}")
+            first, base = (*table.by_domain, *table.overall)[0], labels.get(table.compared_with)
+            cells.append(cell(_ratio(evaluation, temperature, first, label, base), "ratio", with_error=True))
         rows.append(cells)
     return rows
 
 
-def _average(evaluation: Evaluation, temperature: float, label: str, name: str) -> str:
-    return cell(mean_over_domains(evaluation, temperature, label, name), name, with_error=True)
+def _ratio(evaluation: Evaluation, temperature: float, name: str, label: str, base: str | None) -> Estimate | None:
+    """A figure of a table as a share of another system's."""
+    if base not in evaluation.systems:
+        return None
+    names = [_own_name(evaluation, temperature, one, name) for one in (label, base)]
+    if names == [LENGTH, LENGTH] and label != base:
+        return relative_length(evaluation, temperature, label, base)
+    both = [mean_over_domains(evaluation, temperature, *one) for one in zip((label, base), names, strict=True)]
+    return None if None in both else Estimate(both[0].mean / both[1].mean, None)
+
+
+def _own_name(evaluation: Evaluation, temperature: float, label: str, name: str) -> str:
+    """By what name a system has a figure of a table."""
+    in_trees = evaluation.folder.described_systems[label]["tree"] is not None
+    has_none = in_trees or not evaluation.lines(EXPECTED, temperature, label)
+    return IN_GENERATION.get(name, name) if has_none else name
 
 
 def notes(evaluation: Evaluation) -> list[str]:
@@ -227,7 +255,7 @@ def _name(name: str) -> str:
 def cell(estimate: Estimate | None, name: str, with_error: bool = False) -> str:
     """A figure as text."""
     form = _NAMES.get(name, (name, ".3f"))[1]
-    return "–" if estimate is None else estimate.shown(form) if with_error else f"{estimate.mean:{form}}"
+    return _NOTHING if estimate is None else estimate.shown(form) if with_error else f"{estimate.mean:{form}}"
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

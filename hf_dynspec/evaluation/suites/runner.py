@@ -2,15 +2,18 @@
 
 Systems take turns on every prompt, so that other work on the computer slows all of them alike. The timed part is
 `target.generate`, prompt included. Profiles and coverage are measured in calls of their own, as measuring takes time.
+What to expect of a policy is computed along texts that the target writes, the same for all policies.
 
 In an evaluation, what a policy or an aligned drafter learns is forgotten where the suite says so. Such a stretch of
 prompts is run by one process and from its beginning, so that results depend neither on where a run was stopped nor on
 the number of processes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,21 +23,25 @@ from ...stats import DraftingStatistics, Stopwatch
 from ...vocabulary import as_token_ids
 from ..bench.systems import COMPILED, System, open_systems
 from ..coverage.measure import measure_coverage
+from ..coverage.result import CoverageResult
 from ..coverage.settings import CoverageSettings
 from ..pair import INDEPENDENT, Pair, generation_config, open_pair, room_for_prompt, utc_now
-from ..prompts import WorkloadPrompt
+from ..prompts import WorkloadError, WorkloadPrompt
 from ..provenance import provenance
 from ..settings import SystemsSettings
-from .data import streams
+from .data import streams, suite_named
 from .dialogue import Dialogue, require_room
 from .methods import make_policies
-from .runs import COVERAGE, PROFILE, RECALL, SESSION, TIMED, Key, RunFolder, RunMemory
+from .paper_tables import LEAST_TOKENS
+from .runs import COVERAGE, EXPECTED, PROFILE, SESSION, TIMED, Key, RunFolder, RunMemory
 from .settings import SuiteSettings
 
 _WARM_UP_TOKENS = 16
 # The settings that this and `measure_coverage` have in common, and the figures of the latter in lines.
 _OF_BOTH = ("max_new_tokens", "num_assistant_tokens", "chat_template", "max_prompt_tokens", "threads", "seed")
-_RECALLED = ("size", "mass", "oracle_mass", "recall")
+_EXPECTED = ("domain", "draws", "positions", "size", "mass", "oracle_mass", "recall", "acceptance_length")
+# Rounds drawn along each text, if a policy learns from verdicts and there is something to draw.
+_DRAWS = 4
 # The attribute of an assistant that is set for lines of a kind.
 _SWITCHES = {PROFILE: "profile", COVERAGE: "measure_coverage"}
 
@@ -102,14 +109,17 @@ def run_suite(
         go_on(len(folder.lines))
     notes: list[str] = []
     with (
-        open_pair(settings, prompts=prompts, eagle=settings.eagle, allow_pickle=settings.allow_pickle) as pair,
-        open_systems(pair, settings, policies, notes, settings.alignments()) as systems,
+        open_pair(settings, prompts=prompts, eagle=settings.eagle, allow_pickle=settings.allow_pickle) as opened,
+        open_systems(opened, settings, policies, notes, settings.alignments()) as systems,
     ):
-        units = streams(settings.suite, pair.prompts)
-        run = Run(settings, folder, pair, systems, units, report, share, recall_k=settings.recall_k)
+        least = min(LEAST_TOKENS, settings.max_new_tokens) if settings.table else 0
+        pair, left_out = _without_short_texts(opened, least)
+        timed = set(settings.numbers_within(settings.limit, pair.prompts))
+        units = [[one for one in unit if one in timed] for unit in streams(settings.suite, pair.prompts)]
+        run = Run(settings, folder, pair, systems, units, report, share, expected=_expected_numbers(settings, pair))
         run.require_room()
         if share.is_first:
-            run.begin_session(command, notes)
+            run.begin_session(command, notes, left_out)
         try:
             run.everything()
             share.wait()
@@ -124,6 +134,32 @@ def run_suite(
     return True
 
 
+def _without_short_texts(pair: Pair, least: int) -> tuple[Pair, dict[str, int]]:
+    """The pair without the prompts that the target answers greedily with less than `least` tokens, and by domain how
+    many those are. Raises `WorkloadError` if nothing is left."""
+    if not least:
+        return pair, {}
+    config, kept, left_out = generation_config(pair.target, least, 0.0), [], Counter()
+    for prompt, token_ids in zip(pair.prompts, pair.encoded, strict=True):
+        input_ids = torch.tensor([token_ids], device=pair.target.device)
+        text = pair.target.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
+        if text.shape[1] - len(token_ids) < least:
+            left_out[prompt.domain] += 1
+        else:
+            kept.append((prompt, token_ids))
+    if not kept:
+        raise WorkloadError(f"the target ends its text within {least} tokens on every prompt; take longer ones")
+    prompts, encoded = map(list, zip(*kept, strict=True))
+    return replace(pair, prompts=prompts, encoded=encoded), dict(left_out)
+
+
+def _expected_numbers(settings: SuiteSettings, pair: Pair) -> list[int]:
+    """The numbers of the prompts with expectations: none of conversations, whose later turns go unmeasured there."""
+    if not settings.expected_prompts or suite_named(settings.suite).least_turns > 1:
+        return []
+    return settings.numbers_within(settings.expected_prompts, pair.prompts)
+
+
 class Run:
     """One process's part of a run.
 
@@ -132,12 +168,12 @@ class Run:
         store: takes the lines, and knows those that are there already.
         pair: the models and prompts.
         systems: the systems.
-        streams: the numbers of the prompts in stretches, at whose beginning systems that learn forget (None: nothing
-            is forgotten, and systems that learn are profiled like the others).
+        streams: the numbers of the timed prompts in stretches, at whose beginning systems that learn forget (None: all
+            are timed, nothing is forgotten, and systems that learn are profiled like the others).
         report: see `run_suite`.
         share: the part of this process.
-        recall_k: see `SuiteSettings`.
-        kinds: the kinds of lines besides timed ones.
+        expected: the numbers of the prompts with expectations, for each of the settings' `recall_k`.
+        kinds: the kinds of lines of `profile_prompts`.
     """
 
     def __init__(
@@ -149,11 +185,11 @@ class Run:
         streams: Sequence[Sequence[int]] | None,
         report: Callable[[str, int, int], None],
         share: Share = Share(),
-        recall_k: Sequence[int] = (),
+        expected: Sequence[int] = (),
         kinds: Sequence[str] = (PROFILE, COVERAGE),
     ):
         self._settings, self._store, self._pair, self._systems = settings, store, pair, systems
-        self._share, self._report, self._recall_k = share, report, recall_k
+        self._share, self._report, self._expected = share, report, share.of(expected)
         self._studies = [(kind, switch) for kind, switch in _SWITCHES.items() if kind in kinds]
         self._write = store.writer(share.index)
         self._device = pair.target.device
@@ -167,11 +203,13 @@ class Run:
         self._forgets = {system.label for system in learners}
         self._forget_broken_streams(learners, streams or ())
         # If nothing is forgotten, prompts are independent of one another.
-        units = streams if learners else [[number] for number in range(len(pair.prompts))]
-        self._units = share.of(units)
+        self._timed = (
+            range(len(pair.prompts)) if streams is None else sorted(number for one in streams for number in one)
+        )
+        self._units = share.of(streams if learners else [[number] for number in self._timed])
         of_domain: dict[str, list[int]] = {}
-        for number, prompt in enumerate(pair.prompts):
-            of_domain.setdefault(prompt.domain, []).append(number)
+        for number in self._timed:
+            of_domain.setdefault(pair.prompts[number].domain, []).append(number)
         first = (number for numbers in of_domain.values() for number in numbers[: settings.profile_prompts])
         self._studied = share.of(sorted(first))
         self._done, self._total = 0, sum(1 for _ in self._missing())
@@ -182,16 +220,18 @@ class Run:
         for prompt in self._pair.prompts:
             require_room(self._dialogue(prompt), prompt.identifier, room, self._settings.max_new_tokens)
 
-    def begin_session(self, command: Sequence[str] | None, notes: Sequence[str]) -> None:
-        """Write the line of a session, which describes everything that is used from here on."""
-        threads = torch.get_num_threads()
+    def begin_session(self, command: Sequence[str] | None, notes: Sequence[str], left_out: Mapping[str, int]) -> None:
+        """Write the line of a session, which describes everything that is used from here on. `left_out` are numbers of
+        prompts by domain."""
+        threads, prompts = torch.get_num_threads(), enumerate(self._pair.described_prompts())
         self._write(
             {
                 "kind": SESSION,
                 "provenance": provenance(command, utc_now(), None, threads),
                 "processes": self._share.count,
                 "models": self._pair.described_models(),
-                "prompts": self._pair.described_prompts(),
+                "prompts": [{**one, "timed": number in self._timed} for number, one in prompts],
+                "left_out": dict(left_out),
                 "systems": [system.described() for system in self._systems],
                 "notes": list(notes),
             }
@@ -208,8 +248,8 @@ class Run:
             self._settings.temperatures, product(self._studied, self._systems)
         ):
             self._study(number, system, temperature)
-        for temperature, number in product(self._settings.temperatures, self._studied):
-            self._measure_recall(number, temperature)
+        for temperature in self._settings.temperatures:
+            self._expect(temperature)
         self._report("done", self._done, self._total)
 
     def _key(self, kind: str, number: int, system: System, temperature: float, repeat: int = 0) -> Key:
@@ -235,13 +275,16 @@ class Run:
                 yield from (key for key in keys if key not in self._store.lines)
             for number in self._studied if self._is_studied(system) else ():
                 keys = [self._key(kind, number, system, temperature) for kind, _ in self._studies]
-                keys += [self._key(RECALL, number, system, temperature, k) for k in self._recalled(system)]
+                yield from (key for key in keys if key not in self._store.lines)
+            for number in self._expected if self._is_expected(system, temperature) else ():
+                keys = [self._key(EXPECTED, number, system, temperature, k) for k in self._settings.recall_k]
                 yield from (key for key in keys if key not in self._store.lines)
 
-    def _recalled(self, system: System) -> Sequence[int]:
-        """The `k` of its recalls. They are measured along chains, so one of the shapes of its drafts is enough."""
-        is_one = self._is_studied(system) and system.parts.tree == self._systems[-1].parts.tree
-        return self._recall_k if is_one else ()
+    def _is_expected(self, system: System, temperature: float) -> bool:
+        """Whether there are expectations of it: they are along chains, which one of the shapes of its drafts stands
+        for, with tokens drawn from all."""
+        is_one = self._is_studied(system) and system.parts.tree == self._settings.resolved_shapes()[0]
+        return is_one and not (temperature and self._settings.top_k)
 
     def _is_studied(self, system: System) -> bool:
         """Whether it is profiled: a system that forgets would learn from profiled calls."""
@@ -334,27 +377,42 @@ class Run:
         new = output[0, len(read) :].tolist()
         return new, seconds, len(forwards) or len(new)
 
-    def _measure_recall(self, number: int, temperature: float) -> None:
-        """Measure which share of the target's likeliest tokens the shortlists hold, along a text that it writes."""
-        prompt = self._pair.prompts[number]
-        shared = {name: getattr(self._settings, name) for name in _OF_BOTH}
-        for label, k in product(self._pair.drafters, self._recall_k):
-            policies = {
-                system.label: {prompt.domain: system.policies[prompt.domain]}
-                for system in self._systems
-                if k in self._recalled(system)
-                and system.parts.drafter == label
-                and not self._has(RECALL, number, system, temperature, k)
-            }
-            if policies:
-                self._report(f"{prompt.identifier}, recall@{k}", self._done, self._total)
-                settings = CoverageSettings(**shared, policies=policies, temperature=temperature, recall_k=k)
-                models = {"target": self._pair.target, "drafter": self._pair.drafters[label]}
-                found = measure_coverage(settings, **models, tokenizer=self._pair.tokenizer, prompts=[prompt])
-                for one in found.measured:
-                    line = {"kind": RECALL, "prompt": prompt.identifier, "domain": prompt.domain, "system": one.policy}
-                    line |= {"temperature": temperature, "repeat": k, "positions": one.positions}
-                    self._write_line(line | {name: getattr(one, name) for name in _RECALLED})
+    def _expect(self, temperature: float) -> None:
+        """Compute what to expect of the policies along texts that the target writes."""
+        pair = self._pair
+        shared = {name: getattr(self._settings, name) for name in _OF_BOTH} | {"temperature": temperature}
+        shared["draws"] = _DRAWS if temperature else 1
+        for (drafter, model), k in product(pair.drafters.items(), self._settings.recall_k):
+            systems = [one for one in self._systems if self._is_expected(one, temperature)]
+            policies = {one.label: one.policies for one in systems if one.parts.drafter == drafter}
+            wanted = (key for key in self._missing() if key[2] in policies)
+            missing = {key for key in wanted if key[0] == EXPECTED and key[3:] == (temperature, k)}
+            if not missing:
+                continue
+            # All policies on these prompts, as rounds are drawn for all if they are for one.
+            found = measure_coverage(
+                CoverageSettings(**shared, policies=policies, recall_k=k),
+                target=pair.target,
+                drafter=model,
+                tokenizer=pair.tokenizer,
+                prompts=pair.prompts,
+                only={prompt for _, prompt, *_ in missing},
+                report=lambda prompt, *_: self._report(f"{prompt}, expectations", self._done, self._total),
+                save=partial(self._write_expected, missing),
+            )
+            if not found.complete:
+                raise KeyboardInterrupt
+
+    def _write_expected(self, missing: set[Key], found: CoverageResult) -> None:
+        """Write what was found and is missing, and take it from there."""
+        drawn = {(one.prompt, one.policy): one.acceptance_length for one in found.drawn}
+        for one in found.measured:
+            key = EXPECTED, one.prompt, one.policy, found.settings.temperature, found.settings.recall_k
+            if key in missing:
+                missing.remove(key)
+                line = dict(zip(("kind", "prompt", "system", "temperature", "repeat"), key, strict=True))
+                line |= {name: getattr(one, name) for name in _EXPECTED}
+                self._write_line(line | ({"drawn_length": drawn[one.prompt, one.policy]} if drawn else {}))
 
     def _write_line(self, line: dict[str, Any]) -> None:
         self._write(line)

@@ -17,9 +17,10 @@ from ...files import append_json_line, read_whole_lines, replacing, write_json
 SETTINGS, RUNS = "settings.json", "runs.jsonl"
 _PARTS = "runs-of-process-*.jsonl"
 # The kinds of lines. A session is the time for which one process worked.
-SESSION, TIMED, PROFILE, COVERAGE, RECALL = "session", "timed", "profile", "coverage", "recall"
+SESSION, TIMED, PROFILE, COVERAGE, EXPECTED = "session", "timed", "profile", "coverage", "expected"
 
-# What a line is of: its kind, prompt, system, temperature and repeat; of a recall's, k in place of the repeat.
+# What a line is of: its kind, prompt, system, temperature and repeat; of an expectation's, `k` of its recall in place
+# of the repeat.
 Key = tuple[str, str, str, float, int]
 
 

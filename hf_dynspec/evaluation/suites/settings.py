@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ...alignment.settings import OnlineAlignment
 from ...errors import ConfigurationError
@@ -28,8 +28,10 @@ class SuiteSettings(SystemsSettings):
         table: the name of a table of a paper whose rows the methods are (None: of none).
         given: what the table's rows were made with, by the names in `paper_tables.GIVEN`.
         methods: how systems draft. Where there are none, `policies` are, each with the drafter as it is.
-        recall_k: measure teacher-forced, on the `profile_prompts`, which share of the target's so many likeliest
-            tokens the shortlists hold, for each of these numbers.
+        expected_prompts: along the target's texts of so many prompts of each category of each file, whether they are
+            timed or not, compute what to expect of the policies (None: of none).
+        recall_k: compute there which share of the target's so many likeliest tokens the shortlists hold, for each of
+            these numbers, at least one.
 
     Raises:
         ConfigurationError: a setting is out of range, or there is nothing to draft.
@@ -41,7 +43,10 @@ class SuiteSettings(SystemsSettings):
     methods: Sequence[Method] = ()
     top_k: int = 0
     repeats: int = 1
+    expected_prompts: int | None = None
     recall_k: Sequence[int] = ()
+
+    _LEAST: ClassVar[Mapping[str, int]] = {**SystemsSettings._LEAST, "expected_prompts": 0}
 
     def __post_init__(self):
         super().__post_init__()
@@ -63,8 +68,14 @@ class SuiteSettings(SystemsSettings):
         return {method.label: method.online_alignment() for method in self.resolved_methods()}
 
     def read_prompts(self) -> list[WorkloadPrompt]:
-        """The suite's prompts, see `read_suite`."""
-        return read_suite(self.suite, self.prompts, self.limit)
+        """The suite's prompts, see `read_suite`: those that are timed and those with expectations."""
+        limit = None if self.limit is None else max(self.limit, self.expected_prompts or 0)
+        return read_suite(self.suite, self.prompts, limit)
+
+    def numbers_within(self, limit: int | None, prompts: Sequence[WorkloadPrompt]) -> list[int]:
+        """The places of those of the prompts that a limit of so many takes."""
+        taken = {one.identifier for one in read_suite(self.suite, self.prompts, limit)}
+        return [number for number, one in enumerate(prompts) if one.identifier in taken]
 
     def to_dict(self) -> dict[str, Any]:
         """See `PairSettings.to_dict`."""
