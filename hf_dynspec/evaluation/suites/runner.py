@@ -248,7 +248,7 @@ class Run:
             self._settings.temperatures, product(self._studied, self._systems)
         ):
             self._study(number, system, temperature)
-        for temperature in self._settings.temperatures:
+        for temperature in self._settings.temperatures if self._expected else ():
             self._expect(temperature)
         self._report("done", self._done, self._total)
 
