@@ -42,6 +42,7 @@ from tuned_target import read_texts, tuned_target
 
 from hf_dynspec import DynSpecAssistant, EagleDrafter, FrequencyShortlist
 from hf_dynspec.build.prompts import read_prompts
+from hf_dynspec.build.tokens import prefix_ids
 from hf_dynspec.errors import DynSpecError
 from hf_dynspec.evaluation.pair import utc_now
 from hf_dynspec.evaluation.provenance import provenance
@@ -146,11 +147,18 @@ def beginnings(pieces: torch.Tensor, most: int) -> list[torch.Tensor]:
 
 
 def read_conversations(path: Path | None, tokenizer: Any, pieces: torch.Tensor) -> list[list[torch.Tensor]]:
-    """The turns of each conversation; without a file, those of two that are made of pieces of text."""
+    """The turns of each conversation; without a file, those of two that are made of pieces of text. Only a first turn
+    begins as texts begin."""
     if path is None:
-        return [[piece[None, :PROMPT_TOKENS] for piece in pieces[start : start + 6]] for start in (0, 6)]
-    encode = lambda turn: tokenizer(turn, return_tensors="pt", add_special_tokens=False)["input_ids"]  # noqa: E731
-    return [[encode(turn) for turn in turns] for turns in read_prompts([path])]
+        start, talks = len(prefix_ids(tokenizer)), (pieces[:6], pieces[6:12])
+        return [[one[None, start if turn else 0 : PROMPT_TOKENS] for turn, one in enumerate(talk)] for talk in talks]
+    return [
+        [
+            tokenizer(text, return_tensors="pt", add_special_tokens=turn == 0)["input_ids"]
+            for turn, text in enumerate(texts)
+        ]
+        for texts in read_prompts([path])
+    ]
 
 
 # The command ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from rich.progress import track
 from transformers import PreTrainedModel
 
 from hf_dynspec.build.corpus import CorpusError, find_corpus, read_pieces
+from hf_dynspec.build.tokens import prefix_ids
 from hf_dynspec.files import write_json
 from hf_dynspec.loading import load_model
 
@@ -35,7 +36,8 @@ class Texts:
 
 
 def read_texts(paths: Sequence[Path], tokenizer: Any, length: int, seed: int, most: int = 4096) -> Texts:
-    """Cut files and directories into pieces, in an order drawn at random, and keep every fifth for prompts.
+    """Cut files and directories into pieces, in an order drawn at random, and keep every fifth for prompts. Each piece
+    begins as the tokenizer begins texts.
 
     Args:
         paths: text, JSON lines or Parquet files, and directories of them.
@@ -49,10 +51,13 @@ def read_texts(paths: Sequence[Path], tokenizer: Any, length: int, seed: int, mo
     """
     files = list(find_corpus(paths).files)
     random.Random(seed).shuffle(files)
+    prefix = prefix_ids(tokenizer)
+    room = length - len(prefix)
     pieces: list[list[int]] = []
     for piece in read_pieces(files):
         token_ids = tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"]
-        pieces += [token_ids[start : start + length] for start in range(0, len(token_ids) - length + 1, length)]
+        starts = range(0, len(token_ids) - room + 1, room)
+        pieces += [[*prefix, *token_ids[start : start + room]] for start in starts]
         if len(pieces) >= most:
             break
     if len(pieces) < HELD_OUT_EVERY:

@@ -23,7 +23,8 @@ from .jobs import begin_job, describe_files, describe_model, describe_tokenizer
 from .ranking import vocabulary_size
 from .recording import RecordingSettings
 from .self_written import SelfWriter
-from .windows import Windows, kept_windows, sample_windows
+from .tokens import prefix_ids
+from .windows import kept_windows, sample_windows
 
 _WINDOWS, _TRAINING = "windows.npz", "training.pt"
 _HELD_OUT, _WRITTEN = "held-out", "written"
@@ -118,13 +119,10 @@ def train_drafter(
         "settings": {**asdict(settings), "save_every": None, "window": window},
         "drafter": job,
     }
-    prefix = prefix_ids(tokenizer)
     wanted = min(_MOST_TOKENS, (settings.steps or _MOST_TOKENS) * settings.batch_tokens)
     sampled = RecordingSettings(steps=wanted, held_out=_MOST_HELD_OUT * window, window=window, seed=settings.seed)
 
-    def sample() -> Windows:
-        return _begun(sample_windows(corpus, tokenizer, size, sampled, partial(report, "reading texts")), prefix)
-
+    sample = partial(sample_windows, corpus, tokenizer, size, sampled, partial(report, "reading texts"))
     with accelerator.main_process_first():
         begin_job(work, described, is_main=accelerator.is_main_process)
         windows = kept_windows(work / _WINDOWS, sample)
@@ -147,7 +145,7 @@ def train_drafter(
 
     drafter = make(sample_states)
     read = time.monotonic() - started
-    length, batch = window + len(prefix), _TEXTS_ON_CPU if target.device.type == "cpu" else _TEXTS
+    length, batch = window + len(prefix_ids(tokenizer)), _TEXTS_ON_CPU if target.device.type == "cpu" else _TEXTS
     arguments = {"length": length, "size": batch, "seed": settings.seed}
     held_writer = SelfWriter(target, windows, range(held), folder=work / _HELD_OUT, **arguments)
     writer = SelfWriter(target, windows, range(held, len(windows)), folder=work / _WRITTEN, **arguments)
@@ -188,20 +186,3 @@ def train_drafter(
 
     figures = training.run(look, progress)
     return TrainedDrafter(drafter, figures, training.state, (tokens, sum(map(len, own))))
-
-
-def prefix_ids(tokenizer: Any) -> list[int]:
-    """The ids that a tokenizer puts before a text, such as the beginning of a text, without which some models are
-    lost."""
-    whole, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
-    return list(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else []
-
-
-def _begun(windows: Windows, prefix: list[int]) -> Windows:
-    """The windows, each with these ids before it."""
-    if not prefix:
-        return windows
-    starts = np.concatenate([[0], windows.ends[:-1]])
-    places, ids = np.repeat(starts, len(prefix)), np.tile(np.array(prefix, np.int32), len(starts))
-    ends = windows.ends + len(prefix) * np.arange(1, len(starts) + 1)
-    return Windows(np.insert(windows.token_ids, places, ids), ends, windows.counts)

@@ -16,8 +16,8 @@ from .clusters import LARGEST_SEED
 # Tokens.
 SHORTEST_WINDOW = 16
 # A job with another format is not continued. 2: the target's probabilities are taken after what follows its head.
-# 3: held-out steps have hidden states too.
-STEPS_FORMAT = 3
+# 3: held-out steps have hidden states too. 4: windows begin as the tokenizer begins texts.
+STEPS_FORMAT = 4
 
 
 @dataclass(frozen=True)

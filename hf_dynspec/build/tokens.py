@@ -56,3 +56,10 @@ def text_encoder(tokenizer: Any) -> Callable[[Iterable[str]], list[np.ndarray]]:
             return (one.ids for one in backend.encode_batch_fast(list(texts), add_special_tokens=False))
 
     return lambda texts: [np.array(token_ids, np.int64) for token_ids in encode(texts)]
+
+
+def prefix_ids(tokenizer: Any) -> list[int]:
+    """The ids that a tokenizer puts before a text, such as the beginning of a text, without which some models are
+    lost."""
+    whole, plain = (tokenizer("a", add_special_tokens=adds)["input_ids"] for adds in (True, False))
+    return list(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else []

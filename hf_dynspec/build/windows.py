@@ -12,7 +12,7 @@ from ..errors import counted
 from ..files import replacing
 from .corpus import Corpus, CorpusError
 from .recording import SHORTEST_WINDOW, RecordingSettings
-from .tokens import text_batches, text_encoder
+from .tokens import prefix_ids, text_batches, text_encoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +44,9 @@ def sample_windows(
     settings: RecordingSettings,
     report: Callable[[int, int], None] = lambda read, total: None,
 ) -> Windows:
-    """Cut texts into windows and keep a uniform sample (reservoir sampling) with enough steps for the settings.
-    `report` takes bytes that were read and bytes that there are.
+    """Cut texts into windows and keep a uniform sample (reservoir sampling) with enough steps for the settings. Each
+    begins with the ids that the tokenizer puts before a text, which are not counted. `report` takes bytes that were
+    read and bytes that there are.
 
     Raises:
         CorpusError: a file cannot be read, or the texts do not give two windows.
@@ -79,8 +80,9 @@ def sample_windows(
     order = random.permutation(len(kept))
     enough = np.cumsum([len(kept[index]) - 1 for index in order])
     order = order[: np.searchsorted(enough, settings.steps + settings.held_out + 2 * settings.window) + 1]
-    lengths = [len(kept[index]) for index in order]
-    return Windows(np.concatenate([kept[index] for index in order]), np.cumsum(lengths), counts)
+    prefix = np.array(prefix_ids(tokenizer), np.int32)
+    begun = [np.concatenate([prefix, kept[index]]) for index in order]
+    return Windows(np.concatenate(begun), np.cumsum([len(window) for window in begun]), counts)
 
 
 def kept_windows(file: Path, sample: Callable[[], Windows]) -> Windows:

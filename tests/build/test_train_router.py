@@ -23,8 +23,9 @@ from cases import pairwise, representatives
 from draft_inputs import DraftInputs
 from eagle_heads import random_head
 from launched_processes import launch_command
-from models import VOCABULARY, perturbed, prompt, random_router, tiny, word_tokenizer
+from models import BOS, VOCABULARY, perturbed, prompt, random_router, tiny, word_tokenizer
 from safetensors.torch import save_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -35,6 +36,7 @@ from hf_dynspec.build.draft_steps import StepRecorder
 from hf_dynspec.build.recording import Recording, RecordingSettings
 from hf_dynspec.build.router_judging import HeldOutSteps
 from hf_dynspec.build.router_training import RouterTraining, TrainingSettings, TrainingState
+from hf_dynspec.build.tokens import prefix_ids
 from hf_dynspec.build.windows import Windows, kept_windows, sample_windows
 from hf_dynspec.commands import app
 from hf_dynspec.drafters import EagleDrafter, as_drafter
@@ -114,6 +116,16 @@ def test_windows_are_a_seeded_sample_of_the_texts_and_are_kept(folder, tmp_path)
     kept_windows(tmp_path / "windows.npz", lambda: sampled)
     kept = kept_windows(tmp_path / "windows.npz", lambda: pytest.fail("they are there"))
     assert all(np.array_equal(vars(kept)[name], array) for name, array in vars(sampled).items())
+
+
+def test_windows_begin_as_the_tokenizer_begins_texts(folder):
+    """Targets such as Gemma say nothing of use without the token that their texts begin with."""
+    without, tokenizer = windows(folder), word_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    begun = sample_windows(find_corpus([folder / "texts.jsonl"]), tokenizer, VOCABULARY, SETTINGS)
+    assert prefix_ids(tokenizer) == [BOS] and prefix_ids(word_tokenizer()) == []
+    assert all(begun[index].tolist() == [BOS, *without[index].tolist()] for index in range(len(without)))
+    assert np.array_equal(begun.counts, without.counts)
 
 
 @pytest.mark.statistical

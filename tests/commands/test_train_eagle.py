@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 from hf_dynspec import ConfigurationError, DynSpecAssistant, EagleDrafter, UnsupportedError
 from hf_dynspec.build import drafter_training
 from hf_dynspec.build.corpus import find_corpus
-from hf_dynspec.build.drafter_job import prefix_ids, train_drafter
+from hf_dynspec.build.drafter_job import train_drafter
 from hf_dynspec.build.drafter_losses import DraftLosses, ScoredTokens, target_states
 from hf_dynspec.build.drafter_training import DrafterTraining, DrafterTrainingSettings
 from hf_dynspec.build.exports.vllm import read_head
@@ -288,7 +288,3 @@ def test_shallow_targets_are_read_at_three_different_places():
         1,
         2,
     ]
-
-
-def test_what_a_tokenizer_puts_before_texts_is_found():
-    assert prefix_ids(word_tokenizer()) == []

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
-from models import tiny, word_tokenizer
+from models import BOS, tiny, word_tokenizer
 from rich.console import Console
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from transformers.utils import logging
 from typer.testing import CliRunner
@@ -19,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from alignment_experiments import EXPERIMENTS
 from alignment_figures import write_figure
 from alignment_gains import gains, shown
-from online_alignment import POCKET, app, table_of
+from online_alignment import POCKET, app, read_conversations, table_of
 from tuned_target import read_texts
 
 from hf_dynspec.errors import DynSpecError
@@ -104,6 +106,21 @@ def test_tables_show_every_figure_whole_at_80_columns(folder):
         if result["alignment"] is not None:
             assert f"{result['alignment']['training_bytes']:,}" in shown_table
     assert "…" not in shown_table and max(map(len, shown_table.splitlines())) <= 80
+
+
+def test_every_request_begins_as_the_tokenizer_begins_texts(tmp_path):
+    """Targets such as Gemma say nothing of use without the token that their texts begin with."""
+    tokenizer = word_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    (tmp_path / "text.txt").write_text(" ".join(f"t{number}" for number in range(3, 213)))
+    pieces = read_texts([tmp_path / "text.txt"], tokenizer, 16, seed=0)
+    whole = torch.cat([pieces.training, pieces.held_out])
+    assert whole.shape == (14, 16) and (whole[:, 0] == BOS).all()
+    assert sorted(whole[:, 1:].flatten().tolist()) == list(range(3, 213))
+    (tmp_path / "turns.jsonl").write_text(json.dumps({"turns": ["t3 t4", "t5"]}))
+    for file in (None, tmp_path / "turns.jsonl"):
+        for talk in read_conversations(file, tokenizer, whole):
+            assert [BOS in turn for turn in talk] == [True, *(False for _ in talk[1:])]
 
 
 def test_long_texts_are_cut_without_a_warning_of_the_tokenizer(tmp_path, caplog):
