@@ -107,8 +107,6 @@ def evaluate(
     spec = None if table is None else paper_table(table)
     if spec is None and given:
         raise ConfigurationError(f"--{next(iter(given))} is for --table; name it in a --policy")
-    if spec is None and expected_prompts is not None:
-        raise ConfigurationError("--expected-prompts is for --table; coverage measures policies along texts")
     if spec is not None and (policy or align):
         raise ConfigurationError(f"the table says what is run; leave {'--policy' if policy else '--align'} out")
     launched = Launched()
@@ -129,6 +127,8 @@ def evaluate(
         rivals=rivals and spec is None,
         device=launched.own_device(device),
     )
+    if spec is None and expected_prompts is not None:
+        raise ConfigurationError("--expected-prompts is for --table; coverage measures policies along texts")
     if figures:
         require_plot_file(out / "figure.png", "give --no-figures")
     if launched.is_main:
