@@ -13,8 +13,8 @@ from ..replay import Trajectory
 
 # The temperature for greedy requests: all tokens except the most probable have almost no probability.
 _COLDEST = 0.02
-# The most ids of a request's shortlist, from its beginning, that a draft is normalised over, besides the target's.
-# With all 5,120 of a hybrid shortlist a step takes 1.4 to 1.8 times as long, and learns hardly more.
+# The most ids of a request's shortlist, from its beginning, that a draft is normalised over, besides the target's. A
+# step takes longer with more of them, and learns hardly more.
 _MOST_SCORED = 2048
 
 
