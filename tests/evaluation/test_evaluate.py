@@ -632,6 +632,16 @@ def test_a_table_is_measured_and_says_what_it_left_out(data, tmp_path):
     assert re.search(rf"\| FR-Spec, 32k \|.* {sum(listed) / sum(own):.3f} ± \d\.\d{{3}} \|$", text, re.MULTILINE)
 
 
+def test_counted_lengths_are_means_over_prompts_as_expected_ones_are(evaluated):
+    evaluation = Evaluation(evaluated)
+    label = evaluation.assistants[0]
+    drafting = [line["drafting"] for line in evaluation.compared(0.0, label)]
+    lengths = [one["tokens"] / one["rounds"] for one in drafting]
+    figures = summarize(evaluation, 0.0, label)
+    assert len(lengths) > 2 and figures["counted_length"].mean == pytest.approx(sum(lengths) / len(lengths))
+    assert figures["acceptance_length"].mean != pytest.approx(figures["counted_length"].mean)
+
+
 def test_texts_that_end_at_once_are_left_out_and_aligned_rows_are_marked(data, evaluated, tmp_path, monkeypatch):
     texts = {one["prompt"]: one["turns"][0]["tokens"] for one in reversed(lines_of(evaluated)) if one["kind"] == TIMED}
     ends = next(token for token in texts["more/1"] if sum(token in text for text in texts.values()) == 1)

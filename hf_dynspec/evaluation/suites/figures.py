@@ -103,14 +103,15 @@ def summarize(
 ) -> dict[str, Estimate]:
     """The figures of a system that were measured, with standard errors that take prompts as independent.
 
-    Speeds and acceptance lengths are those of all tokens over all seconds and rounds. What a draft step's shortlist
-    held is a mean over rounds; times of a round are those of profiled calls. A `domain` of None is all of them.
+    Speeds and acceptance lengths are those of all tokens over all seconds and rounds. Expected and counted lengths are
+    means over prompts. What a draft step's shortlist held is a mean over rounds; times of a round are those of profiled
+    calls. A `domain` of None is all of them.
 
     Returns:
-        By name: `tokens_per_second`; `acceptance_length`; `active_vocabulary`; `oov_rate`; `coverage` in real runs;
-        `expected_length`, `mass`, `oracle_mass`, `shortlist_size` and `recall@k` teacher-forced; `draft_ms` and
-        `verification_ms` of a round; `training_bytes` of an aligned drafter's gradients and optimizer; `peak_bytes` of
-        a GPU's memory.
+        By name: `tokens_per_second`; `acceptance_length`, `counted_length`, `active_vocabulary`, `oov_rate` and
+        `coverage` in real runs; `expected_length`, `mass`, `oracle_mass`, `shortlist_size` and `recall@k`
+        teacher-forced; `draft_ms` and `verification_ms` of a round; `training_bytes` of an aligned drafter's gradients
+        and optimizer; `peak_bytes` of a GPU's memory.
     """
     place = temperature, system, domain
     timed = evaluation.compared(*place)
@@ -121,6 +122,7 @@ def summarize(
         figures["tokens_per_second"] = Estimate.of_ratio(tokens, seconds)
         drafted, rounds = zip(*(_tokens_and_rounds(line) for line in timed), strict=True)
         figures["acceptance_length"] = Estimate.of_ratio(drafted, rounds)
+        figures["counted_length"] = Estimate.of([one / of for one, of in zip(drafted, rounds, strict=True)])
     drafting = [line["drafting"] for line in timed if "drafting" in line]
     of_coverage = [line["drafting"] for line in evaluation.lines(COVERAGE, *place)]
     for name, lines in (("active_vocabulary", drafting), ("oov_rate", drafting), ("coverage", of_coverage)):

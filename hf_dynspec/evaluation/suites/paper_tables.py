@@ -52,7 +52,7 @@ SPEED, LENGTH, SIZE, MEMORY = "tokens_per_second", "expected_length", "shortlist
 # Prompts whose greedy text is shorter are left out: of a token or two nothing can be learnt about drafts.
 LEAST_TOKENS = 8
 # Of rows without expectations, such as those whose drafter is aligned while it generates: the same in generation.
-IN_GENERATION = {LENGTH: "acceptance_length", SIZE: "active_vocabulary"}
+IN_GENERATION = {LENGTH: "counted_length", SIZE: "active_vocabulary"}
 
 _PLAIN, _PLAIN_WITH_PRODUCT = Row(BASELINES[PLAIN]), Row(BASELINES[HEAD_PRODUCT])
 _FULL = Row("full vocabulary", "full")

@@ -26,6 +26,7 @@ _NAMES = {
     "tokens_per_second": ("tokens/s", ".1f"),
     "acceptance_length": ("acceptance length", ".2f"),
     "expected_length": ("acceptance length", ".2f"),
+    "counted_length": ("acceptance length", ".2f"),
     "active_vocabulary": ("active vocabulary", ",.0f"),
     "shortlist_size": ("shortlist size", ",.0f"),
     "coverage": ("coverage", ".4f"),
