@@ -104,8 +104,8 @@ def summarize(
     """The figures of a system that were measured, with standard errors that take prompts as independent.
 
     Speeds and acceptance lengths are those of all tokens over all seconds and rounds. Expected and counted lengths are
-    means over prompts. What a draft step's shortlist held is a mean over rounds; times of a round are those of profiled
-    calls. A `domain` of None is all of them.
+    means over prompts. What a draft step's shortlist held is a mean over rounds; times of a round are those of
+    profiled calls. A `domain` of None is all of them.
 
     Returns:
         By name: `tokens_per_second`; `acceptance_length`, `counted_length`, `active_vocabulary`, `oov_rate` and
