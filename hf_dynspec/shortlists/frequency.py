@@ -27,7 +27,8 @@ class FrequencyShortlist(ShortlistPolicy):
     Args:
         ranking: token ids, most frequent first: a list or int64/int32 tensor `[n]` of unique ids, or the artifact
             (folder or Hub repository) of `hf-dynspec build frequency`. None takes the ids in ascending order, which is
-            the tokenizer's merge order and needs no corpus. SentencePiece puts single characters last.
+            the tokenizer's merge order and needs no corpus. SentencePiece's vocabularies, such as Gemma's, have single
+            characters last: build a ranking for them.
         size: tokens of a shortlist. The whole ranking is stored, so the size may change later.
         position_aware: shrink the shortlist with depth as PA-FR does (DynaSpec, appendix A.1).
 
