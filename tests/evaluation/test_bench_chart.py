@@ -1,5 +1,6 @@
 """The bar chart of a benchmark: after a run, and drawn again from its file."""
 
+import copy
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +54,15 @@ def drawn_axes(data: dict[str, Any], monkeypatch) -> tuple[Any, list[Any]]:
     monkeypatch.setattr(chart, "save_figure", lambda figure, path: drawn.append(figure))
     write_speed_chart(Path("chart.svg"), data)
     return drawn[0], drawn[0].axes
+
+
+def test_every_bar_ends_within_its_panel_if_a_later_one_is_faster(ran, monkeypatch):
+    data = copy.deepcopy(ran[0])
+    for row in data["results"]:
+        if row["temperature"] and "tokens_per_second" in row:
+            row["tokens_per_second"] = {name: 5 * speed for name, speed in row["tokens_per_second"].items()}
+    for axes in drawn_axes(data, monkeypatch)[1]:
+        assert axes.get_xlim()[0] == 0 and axes.get_xlim()[1] > max(text.xy[0] for text in axes.texts)
 
 
 def test_there_is_a_bar_for_each_system_and_a_panel_for_each_temperature(ran, monkeypatch):

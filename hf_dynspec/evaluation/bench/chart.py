@@ -87,6 +87,8 @@ def _draw(path: Path, panels: dict[str, list[dict[str, Any]]], conditions: str) 
         all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for axes, (title, bars) in zip(all_axes, panels.items(), strict=True):
             _draw_panel(axes, title, bars)
+        # Panels share their limits, and a limit that was set ends their choice: all bars are drawn first.
+        all_axes[-1].set_xlim(left=0)
         all_axes[-1].set_xlabel("tokens per second (times plain generate)", color=_INK)
         figure.supxlabel(conditions, fontsize=7, color=_INK)
         save_figure(figure, path)
@@ -115,7 +117,6 @@ def _draw_panel(axes: Any, title: str, bars: list[dict[str, Any]]) -> None:
     axes.set_title(title, loc="left", fontsize=9, color=_INK)
     axes.set_facecolor(_PAPER)
     axes.margins(x=0.18)
-    axes.set_xlim(left=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
