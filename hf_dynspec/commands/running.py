@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -113,7 +114,9 @@ class Commands(TyperGroup):
 
 @contextmanager
 def _noted_interrupts() -> Iterator[None]:
-    """Note an interrupt from the keyboard and raise it: a destructor, or a library, would lose what is only raised."""
+    """Note an interrupt from the keyboard and raise it: a destructor, or a library, would lose what is only raised.
+
+    Python would print the traceback of an interrupt that a destructor loses; it is noted, so nothing is said of it."""
     _was_interrupted.clear()
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -124,11 +127,17 @@ def _noted_interrupts() -> Iterator[None]:
         _was_interrupted.set()
         raise KeyboardInterrupt
 
+    def report(lost: Any) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            report_others(lost)
+
+    report_others, sys.unraisablehook = sys.unraisablehook, report
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = report_others
 
 
 def raise_lost_interrupt() -> None:

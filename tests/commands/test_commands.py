@@ -345,6 +345,7 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code, "work"], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 130 and "went on" not in done.stdout
+    assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("interrupted: ")
 
 
