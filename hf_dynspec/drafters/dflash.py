@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..cache_names import cache_inputs
 from ..errors import ArtifactError, UnsupportedError
 from ..modeling.head import DynamicLMHead
 from ..modeling.parts import projection_of
@@ -150,7 +151,7 @@ class DFlashState(DrafterState):
             noise_embeds=embedded.unsqueeze(0),
             context_hidden_states=fresh.unsqueeze(0),
             position_ids=torch.arange(self._end, end + block, device=device).unsqueeze(0),
-            cache=self._cache,
+            **cache_inputs(self._cache),
         ).last_hidden_state[0, 1:]
         self._cache.crop(-block)
         self._end = end

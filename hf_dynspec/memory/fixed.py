@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DummyLayer
+from transformers import Cache, cache_utils
+from transformers.cache_utils import CacheLayerMixin
 
 from ..kernels import QueryRows
 from ..modeling.masks import attention_windows
@@ -96,7 +96,8 @@ class FixedMemory(Cache):
                 size = capacity if window is None else min(capacity, window - 1 + nodes)
                 groups.setdefault((size, *shape), []).append(layer)
         self._blocks: list[torch.Tensor] = []
-        layers: list[CacheLayerMixin | DummyLayer] = [DummyLayer() for _ in shapes]
+        # Layers that keep nothing have a class from transformers 5.23 on. Caches of older releases have no such layers.
+        layers: list[Any] = [cache_utils.DummyLayer() if shape is None else None for shape in shapes]
         for (size, heads, d, e), group in groups.items():
             # Zeros, as plain operations multiply by 0 what no row attends to.
             blocks = [torch.zeros(len(group), texts, size, heads, n, dtype=dtype, device=device) for n in (d, e)]
