@@ -9,7 +9,7 @@ READY := $(VENV)/ready
 # `make quickstart TARGET=… DRAFTER=… EAGLE=…` runs any pair: folders or Hub ids, a drafter or an EAGLE head or both.
 PAIR := $(if $(TARGET), --target "$(TARGET)")$(if $(DRAFTER), --drafter "$(DRAFTER)")$(if $(EAGLE), --eagle "$(EAGLE)")
 
-.PHONY: quickstart test test-all compiler lint format clean
+.PHONY: quickstart test test-all test-oldest compiler lint format clean
 
 quickstart: $(READY) compiler
 	$(if $(PAIR),,HF_HUB_OFFLINE=1 )$(VENV)/bin/python examples/quickstart.py$(PAIR)
@@ -20,6 +20,14 @@ test: $(READY) compiler
 # With every case of every family, which takes several times as long.
 test-all: $(READY) compiler
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -m ""
+
+# The oldest releases that setup.cfg allows of the libraries whose parts are used most closely.
+test-oldest: $(READY)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target build/oldest \
+	$$(sed -nE 's/^ +((transformers|accelerate|peft|typer)>=[0-9.]+).*/\1.*/p' setup.cfg | sed 's/>=/==/' | sort -u)
+	PYTHONPATH=build/oldest HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest tests/test_imports.py tests/alignment \
+	tests/generation/test_exactness.py tests/generation/test_batches.py tests/drafters/test_dflash.py \
+	tests/commands/test_commands.py
 
 # Everything works without one, and what is worth having it for says so itself where it runs.
 compiler:

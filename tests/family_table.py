@@ -24,6 +24,9 @@ Every family of transformers {version} with a decoder of text was tried as a tar
 tiny random models: in chains and trees, and as the target of a batch in one memory. A cell without "yes" gives the
 reason of the error in a few words. `tests/generation/test_all_families.py` and `tests/generation/test_images.py`
 compare the outputs with plain `generate`'s, token by token. `tests/family_table.py` writes this page.
+
+Releases from 5.20 on can be used too (`make test-oldest`). There several families with recurrent states, and batches of
+GPT-J, are refused with an error.
 """
 YES = "yes"
 HEADER = ["family", "target: chains", "trees", "batches", "drafter: chains", "trees"]

@@ -10,7 +10,7 @@ from transformers.generation import utils
 from ..errors import UnsupportedError
 from .arguments import CallArguments
 
-# Keeps some rows of encoded images. Releases before 5.24 do not encode them before they read the prompt.
+# Keeps some rows of encoded images. Releases before 5.23 do not encode them before they read the prompt.
 _rows_of = getattr(utils, "_slice_mm_encoder_output", None)
 _OF_TOKENS = ("position_ids", "token_type_ids", "mm_token_type_ids")
 
