@@ -96,7 +96,7 @@ class FixedMemory(Cache):
                 size = capacity if window is None else min(capacity, window - 1 + nodes)
                 groups.setdefault((size, *shape), []).append(layer)
         self._blocks: list[torch.Tensor] = []
-        # Layers that keep nothing have a class from transformers 5.23 on. Caches of older releases have no such layers.
+        # Layers that keep nothing have a class from transformers 5.23 on. Older caches have no such layers.
         layers: list[Any] = [cache_utils.DummyLayer() if shape is None else None for shape in shapes]
         for (size, heads, d, e), group in groups.items():
             # Zeros, as plain operations multiply by 0 what no row attends to.
