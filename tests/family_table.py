@@ -25,8 +25,8 @@ tiny random models: in chains and trees, and as the target of a batch in one mem
 reason of the error in a few words. `tests/generation/test_all_families.py` and `tests/generation/test_images.py`
 compare the outputs with plain `generate`'s, token by token. `tests/family_table.py` writes this page.
 
-Releases from 5.20 on can be used too (`make test-oldest`). With them several families with recurrent states, and
-batches of GPT-J, are refused.
+Older releases of transformers, from 5.20 on, can be used too (`make test-oldest`). With them the package refuses
+several families with recurrent states, and batches of GPT-J.
 """
 YES = "yes"
 HEADER = ["family", "target: chains", "trees", "batches", "drafter: chains", "trees"]

@@ -116,7 +116,7 @@ class Commands(TyperGroup):
 def _noted_interrupts() -> Iterator[None]:
     """Note an interrupt from the keyboard and raise it: a destructor, or a library, would lose what is only raised.
 
-    Python would print the traceback of an interrupt that a destructor loses; it is noted, so nothing is said of it."""
+    Python would print a traceback of an interrupt that a destructor loses. It is noted, so that is left out."""
     _was_interrupted.clear()
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
