@@ -1,6 +1,7 @@
 """A model's decoder over fixed memory: transformers' own modules, whose attention reads that memory."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..cache_names import cache_inputs
 from ..errors import UnsupportedError
 from ..kernels import QueryRows, round_attention_for
 from ..modeling.masks import attention_windows
-from ..modeling.parts import decoder_of
+from ..modeling.parts import FORWARD_ERRORS, decoder_of
 from .fixed import FixedMemory
 
 # The name by which transformers finds the attention of rounds.
@@ -92,8 +93,8 @@ AttentionInterface.register(_ATTENTION, _attend)
 
 
 def with_fused_norms(decoder: nn.Module) -> nn.Module:
-    """A copy of a decoder, with the same weights and settings, whose RMS norms are one operation each. transformers
-    uses eight, which are a third of a small step's. Configurations are copied."""
+    """A copy of a decoder, with the same weights and settings, whose RMS norms are one or two operations each.
+    transformers uses eight or nine, which are a third to a half of a small step's. Configurations are copied."""
     shared = {
         id(value): value
         for module in decoder.modules()
@@ -105,14 +106,51 @@ def with_fused_norms(decoder: nn.Module) -> nn.Module:
         and not callable(value)
     }
     decoder = copy.deepcopy(decoder, shared)
+    # Norms of one class with the same settings compute the same.
+    formulas: dict[tuple[Any, ...], _Formula | None] = {}
     for module in decoder.modules():
-        eps = getattr(module, "variance_epsilon", None)
-        weights = dict(module.named_parameters())
-        is_own = "forward" not in vars(module)
-        if is_own and type(module).__name__.endswith("RMSNorm") and eps is not None and list(weights) == ["weight"]:
-            module.forward = partial(_normed, module, eps)
+        if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module):
+            settings = [one for one in vars(module).items() if isinstance(one[1], int | float | str | None)]
+            key = type(module), *settings, *dict(module.named_parameters())
+            if key not in formulas:
+                formulas[key] = _formula_of(module)
+            if formulas[key] is not None:
+                module.forward = partial(formulas[key], module)
     return decoder
 
 
-def _normed(norm: nn.Module, eps: float, hidden_states: torch.Tensor) -> torch.Tensor:
-    return rms_norm(hidden_states, norm.weight.shape, norm.weight, eps)
+# Takes an RMS norm and its input, `[…, d]`.
+_Formula = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+def _scaled(norm: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """Llama's, and with no weight Gemma-4's."""
+    return rms_norm(states, states.shape[-1:], getattr(norm, "weight", None), _eps(norm))
+
+
+def _scaled_from_one(norm: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """Gemma's and Qwen3-Next's, whose weights are added to 1."""
+    normed = rms_norm(states, states.shape[-1:], None, _eps(norm))
+    return torch.addcmul(normed, normed, norm.weight)
+
+
+def _eps(norm: nn.Module) -> float:
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+@torch.no_grad()
+def _formula_of(norm: nn.Module) -> _Formula | None:
+    """The formula that computes the same as a norm's own forward (None: it computes something else)."""
+    norm = copy.copy(norm)
+    norm._parameters = {name: weight.float() for name, weight in norm.named_parameters()}
+    weight = next(norm.parameters(), torch.empty(16))
+    # So small that eps counts.
+    states = torch.linspace(-2e-3, 1e-3, 2 * weight.numel(), device=weight.device).view(2, -1)
+    for formula in (_scaled, _scaled_from_one):
+        try:
+            if torch.allclose(formula(norm, states), norm.forward(states), rtol=1e-4, atol=0):
+                return formula
+        # A norm may take other inputs, or have its weights elsewhere.
+        except FORWARD_ERRORS:
+            continue
+    return None

@@ -3,15 +3,18 @@
 import runpy
 from pathlib import Path
 
+import families
 import pytest
 import torch
 from models import FAMILIES, VOCABULARY, prompt, tiny, with_clear_preferences
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, GptOssConfig, GptOssForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_dynspec.cache_names import cache_inputs
 from hf_dynspec.kernels import QueryRows
 from hf_dynspec.memory.fixed import FixedMemory
-from hf_dynspec.memory.fixed_decoder import FixedDecoder
+from hf_dynspec.memory.fixed_decoder import FixedDecoder, with_fused_norms
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # The root's children are 1 and 2, those of 1 are 3 and 4, and 5 follows 4.
@@ -95,6 +98,56 @@ def test_chains_and_trees_of_several_texts(family):
             memory = memory.copy(torch.tensor([2, 0, 1]), 128)
             texts = [texts[2], *texts[:2]]
     assert max(memory.lengths.tolist()) > 2 * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "gemma4_text", "olmo2", "qwen3_next"])
+@torch.no_grad()
+def test_norms_are_one_or_two_operations_with_the_same_result(family, dtype):
+    own = families.model_of(family).to(dtype).base_model
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in own.named_parameters():
+        if "norm" in name:
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    fused = dict(with_fused_norms(own).named_modules())
+    norms = {name: one for name, one in own.named_modules() if type(one).__name__.endswith("RMSNorm")}
+    assert len(norms) > own.config.num_hidden_layers
+    for name, norm in norms.items():
+        size = norm.weight.shape[0] if hasattr(norm, "weight") else 8
+        # Rows of small and of large numbers.
+        states = (torch.randn(3, size, generator=generator) * torch.tensor([[1e-3], [1.0], [50.0]])).to(dtype)
+        count = Counting()
+        with count:
+            actual = fused[name](states)
+        assert actual.dtype == dtype and count.operations <= 2
+        torch.testing.assert_close(actual, norm(states))
+
+
+class Counting(TorchFunctionMode):
+    """Counts the operations of torch that compute something."""
+
+    operations = 0
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        if getattr(function, "__name__", "") not in ("__get__", "size", "dim"):
+            self.operations += 1
+        return function(*arguments, **(keywords or {}))
+
+
+class HalvedRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) / 2
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states, gate):
+        return super().forward(hidden_states) * gate
+
+
+@pytest.mark.parametrize("kind", [HalvedRMSNorm, GatedRMSNorm])
+def test_a_norm_with_another_formula_stays_as_it_is(kind):
+    (norm,) = with_fused_norms(torch.nn.Sequential(kind(8)))
+    assert "forward" not in vars(norm)
 
 
 def test_the_example_times_both(capsys):
