@@ -37,7 +37,11 @@ from hf_dynspec.memory.fixed_decoder import FixedDecoder
 from hf_dynspec.rounds.recorded import record
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/generation/test_gpu.py", "tests/kernels/test_round_attention.py")
+TESTS = (
+    "tests/generation/test_gpu.py",
+    "tests/kernels/test_round_attention.py",
+    "tests/kernels/test_rotation.py",
+)
 TARGET = {
     "vocab_size": 128256,
     "hidden_size": 4096,

@@ -19,6 +19,7 @@ from .reference import (
     block_scores,
     packed_scores,
     replace_rows,
+    rotated,
     scattered_scores,
     tiled,
 )
@@ -44,6 +45,8 @@ __all__ = [
     "prepare_best_rows",
     "prepare_kernels",
     "replace_rows",
+    "rotated",
+    "rotation_for",
     "round_attention_for",
     "scattered_scores",
     "scattered_scores_for",
@@ -60,11 +63,21 @@ def packed_scores_for(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 def round_attention_for(device: torch.device) -> RoundAttention:
     """Return the fastest `RoundAttention` for a device."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if _has_triton(device):
         from . import triton_attention
 
         return triton_attention.round_attention
     return host_round_attention if is_host_memory(device) else round_attention
+
+
+def rotation_for(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+    """Return the implementation of `reference.rotated` that is faster than transformers' own on a device (None: there
+    is none)."""
+    if not _has_triton(device):
+        return None
+    from . import triton_rotation
+
+    return triton_rotation.rotated
 
 
 def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:

@@ -111,6 +111,30 @@ def replace_rows(packed: torch.Tensor, slots: torch.Tensor, table: torch.Tensor,
     packed.index_copy_(0, slots, table.index_select(0, ids).to(packed.dtype))
 
 
+def rotated(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary position embeddings in transformers' usual layout: a number of the first half and one of the second are a
+    point that is turned (Su et al., 2021, "RoFormer", section 3.2).
+
+    Args:
+        query: `[B, H, q, D]`.
+        key: `[B, KV, q, D]`.
+        cos, sin: `[B or 1, q, r]`: of the first `r` numbers of each head. The others are as before.
+
+    Returns:
+        Queries and keys in the same shapes.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def turned(states: torch.Tensor) -> torch.Tensor:
+        some, others = states.tensor_split([cos.shape[-1]], dim=-1)
+        first, second = some.chunk(2, dim=-1)
+        return torch.cat([some * cos + torch.cat([-second, first], dim=-1) * sin, others], dim=-1).to(states.dtype)
+
+    return turned(query), turned(key)
+
+
 def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
     """The first column that holds each row's maximum: int64 `[m]` for `[m, V]`."""
     return scores.argmax(-1)

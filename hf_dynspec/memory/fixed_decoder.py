@@ -1,8 +1,10 @@
 """A model's decoder over fixed memory: transformers' own modules, whose attention reads that memory."""
 
 import copy
+import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,9 +14,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..cache_names import cache_inputs
 from ..errors import UnsupportedError
-from ..kernels import QueryRows, round_attention_for
+from ..kernels import QueryRows, rotated, rotation_for, round_attention_for
 from ..modeling.masks import attention_windows
-from ..modeling.parts import FORWARD_ERRORS, decoder_of
+from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device
 from .fixed import FixedMemory
 
 # The name by which transformers finds the attention of rounds.
@@ -31,6 +33,9 @@ class FixedDecoder:
     def __init__(self, model: PreTrainedModel):
         self._kinds = list(attention_windows(model.config.get_text_config()))
         self._module = with_fused_norms(decoder_of(model))
+        rotation = rotation_for(input_device(model))
+        if rotation is not None:
+            fuse_rotations(self._module, rotation)
         self._module.config._attn_implementation = _ATTENTION
 
     def __call__(self, token_ids: torch.Tensor, memory: FixedMemory, rows: QueryRows, **kwargs: Any) -> Any:
@@ -154,3 +159,51 @@ def _formula_of(norm: nn.Module) -> _Formula | None:
         except FORWARD_ERRORS:
             continue
     return None
+
+
+# The function in files of transformers that rotates queries and keys.
+_ROTATION = "apply_rotary_pos_emb"
+
+
+def fuse_rotations(decoder: nn.Module, rotation: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Let a decoder rotate the queries and keys of a layer in one operation. transformers uses ten.
+
+    Args:
+        decoder: as `with_fused_norms` returns it.
+        rotation: computes `kernels.rotated`.
+    """
+    for module in decoder.modules():
+        forward = inspect.unwrap(type(module).forward)
+        own = forward.__globals__.get(_ROTATION) if _ROTATION in forward.__code__.co_names else None
+        if own is not None and "forward" not in vars(module) and _is_usual(own):
+            # The same code, for which the name means another function.
+            names = {**forward.__globals__, _ROTATION: partial(_rotate, rotation)}
+            copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+            copied.__kwdefaults__ = forward.__kwdefaults__
+            module.forward = MethodType(copied, module)
+
+
+def _rotate(rotation: Callable[..., Any], *arguments: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+    """As transformers' function: takes queries and keys, or one of them, whose heads are dimension `unsqueeze_dim`,
+    and tables."""
+    *states, cos, sin = arguments
+    states = [one.movedim(unsqueeze_dim, 1) for one in states]
+    query = states[0] if len(states) == 2 else states[0][:, :0]
+    turned = [one.movedim(1, unsqueeze_dim) for one in rotation(query, states[-1], cos, sin)]
+    return tuple(turned) if len(states) == 2 else turned[1]
+
+
+@cache
+@torch.no_grad()
+def _is_usual(function: Callable[..., Any]) -> bool:
+    """Whether a function of transformers computes `kernels.rotated`. Some families rotate pairs of neighbours."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8), (2, 3, 8))
+    query, key, *tables = (torch.randn(shape, generator=generator, device="cpu") for shape in shapes)
+    for states in ((query, key), (key,)):
+        try:
+            both = zip(function(*states, *tables), _rotate(rotated, *states, *tables), strict=True)
+            return all(torch.allclose(*one) for one in both)
+        except FORWARD_ERRORS:
+            continue
+    return False

@@ -12,7 +12,8 @@ from transformers import DynamicCache, GptOssConfig, GptOssForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_dynspec.cache_names import cache_inputs
-from hf_dynspec.kernels import QueryRows
+from hf_dynspec.kernels import QueryRows, rotated
+from hf_dynspec.memory import fixed_decoder
 from hf_dynspec.memory.fixed import FixedMemory
 from hf_dynspec.memory.fixed_decoder import FixedDecoder, with_fused_norms
 
@@ -148,6 +149,47 @@ class GatedRMSNorm(LlamaRMSNorm):
 def test_a_norm_with_another_formula_stays_as_it_is(kind):
     (norm,) = with_fused_norms(torch.nn.Sequential(kind(8)))
     assert "forward" not in vars(norm)
+
+
+# Their rotations turn all of a head, a part of it, and queries and keys in two calls.
+ROTATED = ["llama", "qwen3", "gemma3_text", "phi", "gpt_neox", "olmo2", "glm4_moe", "gemma4_text", "qwen2_moe"]
+
+
+@pytest.mark.parametrize("family", ROTATED)
+@torch.no_grad()
+def test_queries_and_keys_are_rotated_in_one_operation(family, monkeypatch):
+    model, calls = families.model_of(family), []
+
+    def noted(*arguments):
+        calls.append([*map(torch.Tensor.size, arguments)])
+        return rotated(*arguments)
+
+    monkeypatch.setattr(fixed_decoder, "rotation_for", lambda device: noted)
+    decoder = FixedDecoder(model)
+    texts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    memory = prefilled(model, texts, nodes=6, capacity=64)
+    nodes = prompt(18, 3).view(3, 6)
+    hidden = decoder(nodes, memory, tree_rows(memory.lengths)).last_hidden_state
+    for text, path in enumerate(([0, 1, 4, 5], [0, 2], [0, 1, 3])):
+        whole = torch.cat([texts[text], nodes[text : text + 1, path]], dim=1)
+        torch.testing.assert_close(hidden[text, path[-1]], expected(model, whole), rtol=1e-4, atol=1e-4)
+    layers = model.config.num_hidden_layers
+    assert len(calls) in ((2 * layers,) if family == "gemma4_text" else (layers,))
+    # Neither the model nor its class knows of it.
+    model(input_ids=texts[0])
+    assert len(calls) in (layers, 2 * layers) and all("forward" not in vars(one) for one in model.modules())
+
+
+@pytest.mark.parametrize("family", ["cohere", "glm4", "gpt_oss", "gpt2"])
+@torch.no_grad()
+def test_other_rotations_stay_as_they_are(family, monkeypatch):
+    def never(*arguments):
+        raise AssertionError
+
+    monkeypatch.setattr(fixed_decoder, "rotation_for", lambda device: never)
+    model = families.model_of(family)
+    memory = prefilled(model, [prompt(5)], nodes=6, capacity=64)
+    FixedDecoder(model)(prompt(6), memory, tree_rows(memory.lengths))
 
 
 def test_the_example_times_both(capsys):

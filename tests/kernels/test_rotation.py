@@ -1,0 +1,91 @@
+"""Queries and keys are rotated in Triton as in plain torch. See `fast_kernels`."""
+
+import pytest
+import torch
+from fast_kernels import DEVICE, INTERPRETED, interpret, lines_of, needs_compiled_triton, needs_triton, runs_triton
+
+from hf_dynspec.kernels import rotated, rotation_for
+
+# Texts, query heads, key heads, rows, numbers of a head, and how many of them are rotated.
+SHAPES = {
+    "one row": (1, 4, 2, 1, 16, 16),
+    "a chain": (2, 6, 2, 6, 64, 64),
+    "odd numbers": (3, 5, 1, 7, 40, 24),
+    "keys alone": (2, 0, 3, 4, 32, 32),
+    "a part of each head": (1, 3, 3, 5, 80, 20),
+}
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def problem(shape: str, dtype: torch.dtype, common_tables: bool) -> list[torch.Tensor]:
+    """Queries, keys and tables. Those of a layer are views of its products, whose rows lie one after another."""
+    texts, heads, key_heads, rows, d, turned = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+    tables = 1 if common_tables else texts
+    made = [
+        torch.randn(size, generator=generator).to(dtype).to(DEVICE)
+        for size in ((texts, rows, heads + 2 * key_heads, d), *[(tables, rows, turned)] * 2)
+    ]
+    product = made[0].transpose(1, 2)
+    return [product[:, :heads], product[:, heads : heads + key_heads], *made[1:]]
+
+
+CASES = [(shape, dtype, common) for shape in SHAPES for dtype in TOLERANCES for common in (False, True)]
+
+
+@runs_triton
+@pytest.mark.parametrize(("shape", "dtype", "common"), CASES, ids=str)
+def test_triton(shape, dtype, common, poisoned_memory):
+    from hf_dynspec.kernels import triton_rotation
+
+    arguments = problem(shape, dtype, common)
+    for actual, expected in zip(triton_rotation.rotated(*arguments), rotated(*arguments), strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@runs_triton
+def test_triton_writes_queries_as_attention_reads_them_and_keys_as_memory_holds_them():
+    from hf_dynspec.kernels import triton_rotation
+
+    query, key = triton_rotation.rotated(*problem("a chain", torch.float32, False))
+    assert query.is_contiguous() and key.transpose(1, 2).is_contiguous()
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is what runs the interpreter")
+@pytest.mark.process
+def test_the_interpreter_runs_the_triton_kernel():
+    interpret(__file__, passed=len(CASES) + 1)
+
+
+@needs_triton
+def test_the_device_says_which_one_runs():
+    from hf_dynspec.kernels import triton_rotation
+
+    assert rotation_for(torch.device("cuda")) is triton_rotation.rotated
+    assert rotation_for(torch.device("cpu")) is None
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hf_dynspec.kernels.triton_rotation import _rotation_kernel
+
+TENSORS = "query key cos sin rotated_query rotated_key".split()
+for capability, dtype, d, rotated in ((80, "fp16", 128, 128), (80, "fp32", 80, 32), (90, "bf16", 256, 256)):
+    constants = dict(HEADS=32, KEY_HEADS=8, D=d, ROTATED=rotated, PADDED=triton.next_power_of_2(d))
+    types = {name: "*" + dtype if name in TENSORS else "i32" for name in _rotation_kernel.arg_names}
+    types.update(dict.fromkeys(constants, "constexpr"))
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(TENSORS))}
+    source = ASTSource(_rotation_kernel, types, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=1))
+    print(dtype, "st.global" in compiled.asm["ptx"])
+"""
+
+
+@needs_compiled_triton
+@pytest.mark.process
+def test_the_triton_kernel_compiles_for_gpus(tmp_path):
+    assert lines_of(COMPILE, tmp_path) == ["fp16 True", "fp32 True", "bf16 True"]
