@@ -183,7 +183,7 @@ def draw_with_weight(weights: torch.Tensor) -> tuple[torch.Tensor, float | None]
     """`draw`, with the weight of the drawn index (None on a device that would be waited for). On the host, wide rows
     are drawn in two steps: a block by the blocks' sums, then an index in it."""
     if not is_host_memory(weights.device):
-        return _draw(weights), None
+        return draw_of_rows(weights), None
     n, start, end = weights.shape[0], 0, weights.shape[0]
     if n >= _FEWEST_WIDE_COLUMNS:
         blocks = n // _DRAWN_BLOCK
@@ -210,12 +210,13 @@ def few_columns(is_wanted: torch.Tensor) -> torch.Tensor | None:
     return wanted if 0 < wanted.shape[0] <= is_wanted.shape[0] // 8 else None
 
 
-def _draw(weights: torch.Tensor) -> torch.Tensor:
+def draw_of_rows(weights: torch.Tensor) -> torch.Tensor:
+    """`draw` for each row of weights `[…, n]`: int64 `[…, 1]`. Does not wait for the device."""
     cumulative = weights.double().cumsum(-1)
-    uniform = torch.rand(1, dtype=torch.float64, device=weights.device)
-    index = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True)
+    uniform = torch.rand(*weights.shape[:-1], 1, dtype=torch.float64, device=weights.device)
+    index = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True)
     # Rounding can only pass the end of the last positive weight.
-    return torch.minimum(index, (cumulative < cumulative[-1:]).sum(-1, keepdim=True))
+    return torch.minimum(index, (cumulative < cumulative[..., -1:]).sum(-1, keepdim=True))
 
 
 def draw_place(weights: list[float]) -> int:

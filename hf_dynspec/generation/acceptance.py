@@ -4,9 +4,10 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from ..devices import is_host_memory
-from ..drafting.processors import draw, draw_place, few_columns
+from ..drafting.processors import draw, draw_of_rows, draw_place, few_columns
 from ..protocol import Candidates, SparseDistribution
 
 # Drawn if weights are NaN or all 0: raising an error here would have to wait for the device.
@@ -110,6 +111,48 @@ def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | Sparse
     return torch.where(is_accepted, drafted, p.draw_what_is_left(left))
 
 
+def draw_along(candidates: Candidates | None, processed: torch.Tensor) -> torch.Tensor:
+    """Draw a token, or `NO_TOKEN`, at every node of a chain, int64 `[k + 1]`: as `draw_at` at each depth and
+    `draw_alone` after the last, in as many operations as one of them. Does not wait for the device.
+
+    Args:
+        candidates: a drawn chain (None: nothing was drafted).
+        processed: the target's processed logits, fp32 `[k + 1, V]`.
+    """
+    p, device = processed.softmax(-1), processed.device
+    if candidates is None:
+        return _draw_of_rows(p)[:, 0]
+    drafted, before = candidates.token_ids.to(device).unsqueeze(1), p[:-1]
+    token_ids, q = (one.to(device) for one in _drawn_from(candidates))
+    of_drafter = torch.where(token_ids == drafted, q, 0.0).amax(1, keepdim=True)
+    total = before.sum(1, keepdim=True)
+    uniform = torch.rand(total.shape, dtype=torch.float32, device=device)
+    is_accepted = uniform * of_drafter * total < before.gather(1, drafted)
+    left = before.scatter_add(1, token_ids, -q * total).clamp_min_(0.0)
+    left = torch.where(left.sum(1, keepdim=True) > 0, left, before)
+    drawn = _draw_of_rows(torch.cat([left, p[-1:]]))[:, 0]
+    return torch.cat([torch.where(is_accepted[:, 0], candidates.token_ids.to(device), drawn[:-1]), drawn[-1:]])
+
+
+def _drawn_from(candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots and the probabilities that the tokens of a chain were drawn from, int64 and fp32 `[k, C]`. Shortlists
+    of fewer than `C` slots are filled up with slots of probability 0."""
+    width = max(len(one) for one in candidates.logits)
+
+    def stacked(rows: list[torch.Tensor], value: float) -> torch.Tensor:
+        return torch.stack(
+            [one if len(one) == width else pad(one, (0, width - len(one)), value=value) for one in rows]
+        )
+
+    token_ids = stacked([one.scored_slots for one in candidates.shortlists], 0)
+    return token_ids, stacked(list(candidates.logits), -torch.inf).softmax(-1)
+
+
+def _draw_of_rows(weights: torch.Tensor) -> torch.Tensor:
+    places = draw_of_rows(weights)
+    return torch.where(weights.gather(1, places) > 0, places, NO_TOKEN)
+
+
 def _draw_at_once(drafted: int, q: SparseDistribution, p: SparseDistribution) -> int:
     """`draw_at` on the host: for few weights this is quicker than twenty small operations."""
     scale = sum(p.weights) / sum(q.weights)
@@ -189,4 +232,4 @@ def _without_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tens
     left = torch.where(place >= order.unsqueeze(1), q, 0.0)
     # Sums are used instead of 1 minus the drawn part, where rounding would leave a rest that does not exist.
     left = left / left.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
-    return torch.nn.functional.pad(left * is_child.unsqueeze(1), (0, 1))
+    return pad(left * is_child.unsqueeze(1), (0, 1))

@@ -24,7 +24,7 @@ from ..drafting.processors import divide, looks_at_values_only, may_keep_state
 from ..errors import TargetError
 from ..kernels import argmax_rows, top_k_ids
 from ..protocol import Candidates, SparseDistribution
-from .acceptance import NO_TOKEN, draw_alone, draw_among, draw_at, weights_of
+from .acceptance import NO_TOKEN, draw_alone, draw_along, draw_among, draw_at, weights_of
 
 # These criteria may be asked about tokens that are not accepted. Exactly these classes: a subclass may do anything.
 # Some look at the last token only, some at no token.
@@ -210,13 +210,13 @@ def walk_to_end(
     return BatchedWalk(outcome.token_ids, outcome.rows, goes_on, outcome.scores)
 
 
-def walk_greedily(
+def walk_at_once(
     candidates: Candidates | None, token_ids: torch.Tensor, scores: torch.Tensor | tuple[()]
 ) -> BatchedWalk:
-    """Take all steps of a greedy `walk` at once, without waiting for the device.
+    """Take all steps of a `walk` at once, without waiting for the device.
 
     Args:
-        candidates: the verified candidates (None: nothing was drafted).
+        candidates: the verified candidates, not a drawn tree (None: nothing was drafted).
         token_ids: int64 `[k + 1]`: the target's token at each row.
         scores: fp32 `[k + 1, V]`: the processed logits of all rows; empty if nobody wants them.
     """
@@ -368,17 +368,21 @@ class Verifier:
     ) -> BatchedWalk:
         """Compute the whole walk, for processors that are known to be pure. Does not wait for the device. The
         arguments are those of `verify`; the verified tokens are read only if a processor looks at token ids."""
+        is_chain = candidates is None or candidates.is_chain
+        if self._do_sample and is_chain and not (self.looks_at_ids or is_host_memory(logits.device)):
+            processed = self._by_value(input_ids, logits)
+            return walk_at_once(candidates, draw_along(candidates, processed), processed if self._keeps_scores else ())
         if self._do_sample or self.looks_at_ids:
             process = self._process_row(logits, input_ids, best)
             return walk_to_end(candidates, process, self._do_sample, logits.device, self._keeps_scores)
         if best is not None and not self._by_value:
-            return walk_greedily(candidates, best.ids(1)[:, 0], logits if self._keeps_scores else ())
+            return walk_at_once(candidates, best.ids(1)[:, 0], logits if self._keeps_scores else ())
         if is_host_memory(logits.device):
             # Only rows that the walk reaches are processed.
             process = self._process_row(logits, input_ids, best)
             return walk_to_end(candidates, process, False, logits.device, self._keeps_scores)
         processed = self._by_value(input_ids, logits)
-        return walk_greedily(candidates, argmax_rows(processed), processed if self._keeps_scores else ())
+        return walk_at_once(candidates, argmax_rows(processed), processed if self._keeps_scores else ())
 
     @property
     def looks_at_ids(self) -> bool:

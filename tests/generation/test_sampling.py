@@ -93,13 +93,13 @@ TABLE_TREE = TreeConfig(total_tokens=14, depth=1, top_k=4)
 
 
 def drafted_chain(q: torch.Tensor, levels: int) -> Candidates:
-    """A chain that is drawn from a table's rows."""
-    drafted, rows = [torch.zeros(1, dtype=torch.int64)], []
-    for _ in range(levels):
-        rows.append(q.index_select(0, drafted[-1])[0])
+    """A chain that is drawn from a table's rows. Each shortlist has one more slot that does not count."""
+    drafted, rows, shortlists = [torch.zeros(1, dtype=torch.int64)], [], []
+    for level in range(levels):
+        rows.append(pad(q.index_select(0, drafted[-1])[0], (0, level)))
         drafted.append(draw(rows[-1]))
-    shortlist = Shortlist(torch.arange(q.shape[0]), 0)
-    return Candidates(torch.cat(drafted[1:]), (shortlist,) * levels, tuple(row.log() for row in rows))
+        shortlists.append(Shortlist(pad(torch.arange(q.shape[0]), (0, level)), 0))
+    return Candidates(torch.cat(drafted[1:]), tuple(shortlists), tuple(row.log() for row in rows))
 
 
 def drafted_tree(q: torch.Tensor, config: TreeConfig) -> Candidates:
@@ -115,17 +115,26 @@ def drafted_tree(q: torch.Tensor, config: TreeConfig) -> Candidates:
     return Candidates(token_ids, shortlists, (), parents, depths, scores, growth.draws())
 
 
-def one_round(table: Table, shape: TreeConfig | bool) -> verification.BatchedWalk:
+AT_ONCE = "at once"
+# The shapes of drafts: chains, verified node by node or at once, and trees.
+SHAPES_OF_ROUNDS = {"chain": False, "chain at once": AT_ONCE, "tree": TABLE_TREE}
+in_each_shape = pytest.mark.parametrize("shape", SHAPES_OF_ROUNDS.values(), ids=SHAPES_OF_ROUNDS)
+
+
+def one_round(table: Table, shape: TreeConfig | bool | str) -> verification.BatchedWalk:
     """Draft by `q`, verify by `p`."""
 
     def process(row: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
         return table.p.index_select(0, pad(path[0], (1, 0))[-1:]).log()
 
-    candidates = drafted_tree(table.q, shape) if shape else drafted_chain(table.q, 2)
+    candidates = drafted_tree(table.q, shape) if isinstance(shape, TreeConfig) else drafted_chain(table.q, 2)
+    if shape == AT_ONCE:
+        processed = table.p.index_select(0, pad(candidates.token_ids, (1, 0))).log()
+        return verification.walk_at_once(candidates, acceptance.draw_along(candidates, processed), ())
     return verification.walk_to_end(candidates, process, True, CPU, keeps_scores=False)
 
 
-def p_values(table: Table, shape: TreeConfig | bool, rounds: int = 100_000) -> list[float]:
+def p_values(table: Table, shape: TreeConfig | bool | str, rounds: int = 100_000) -> list[float]:
     """Of the first token of a round; and of the second one, after each first one that was accepted.
 
     The rounds are computed side by side, each with random numbers of its own.
@@ -149,7 +158,7 @@ def p_values(table: Table, shape: TreeConfig | bool, rounds: int = 100_000) -> l
     return found
 
 
-@pytest.mark.parametrize("shape", [False, TABLE_TREE], ids=["chain", "tree"])
+@in_each_shape
 @pytest.mark.parametrize("name", TABLES)
 def test_rounds_follow_the_target(name, shape, elsewhere):
     found = p_values(TABLES[name], shape, 100_000 if name != "a wide vocabulary" else 10_000)
@@ -185,23 +194,28 @@ def with_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) 
     return pad(q.expand(columns.shape[0], -1), (0, 1))
 
 
+def without_say(candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)
+
+
+SMALL_TREE = TreeConfig(total_tokens=5, depth=1, top_k=4)
 # The shape, and what is put in whose place.
 MISTAKES = {
     "a refused token is drawn again": (False, (acceptance.Weights, "minus", lambda self, *_: self)),
-    "what is left is not scaled": (True, (acceptance, "_without_elders", unscaled)),
-    "elders are not left out": (True, (acceptance, "_without_elders", with_elders)),
+    "the drafter has no say": (AT_ONCE, (acceptance, "_drawn_from", without_say)),
+    "what is left is not scaled": (SMALL_TREE, (acceptance, "_without_elders", unscaled)),
+    "elders are not left out": (SMALL_TREE, (acceptance, "_without_elders", with_elders)),
     # As EAGLE-2 chooses its nodes.
-    "a token has a say": (True, (tree_module, "chances_of_draws", lambda drawn: (drawn.log(),) * 2)),
+    "a token has a say": (SMALL_TREE, (tree_module, "chances_of_draws", lambda drawn: (drawn.log(),) * 2)),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_acceptance_would_be_noticed(mistake, elsewhere, monkeypatch):
     """The negative control."""
-    is_tree, replaced = MISTAKES[mistake]
+    shape, replaced = MISTAKES[mistake]
     monkeypatch.setattr(*replaced)
-    table = TABLES["sure of the wrong"]
-    assert min(p_values(table, is_tree and TreeConfig(total_tokens=5, depth=1, top_k=4))) < FALSE_ALARM
+    assert min(p_values(TABLES["sure of the wrong"], shape)) < FALSE_ALARM
 
 
 @pytest.mark.parametrize("shape", [False, TreeConfig(total_tokens=20, depth=3, top_k=3)], ids=["chain", "tree"])
@@ -258,6 +272,21 @@ def test_a_chain_is_verified_alike_by_sparse_distributions_and_by_rows(q_is_spar
         accepted += int(token == chain.token_ids)
     assert int(counts.sum()) == rounds and 0 < accepted < rounds
     assert chi_square(counts, of_left.softmax(-1), at_least=6) > FALSE_ALARM
+
+
+def test_drafts_verified_at_once_of_a_drafter_that_computes_nan_have_no_say():
+    """As in 16 bits, if hidden states overflow."""
+    torch.manual_seed(21)
+    p, shortlist = torch.tensor([0.3, 0.1, 0.4, 0.2]), Shortlist(torch.arange(4), 0)
+    chain = Candidates(torch.tensor([2]), (shortlist,), (torch.full((4,), torch.nan),))
+    drawn = torch.stack([acceptance.draw_along(chain, p.log().expand(2, -1)) for _ in range(2000)])
+    for tokens in drawn.T:
+        assert chi_square(torch.bincount(tokens, minlength=4), p) > FALSE_ALARM
+
+
+def test_tokens_that_cannot_be_drawn_are_none():
+    rows = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [-torch.inf, -torch.inf]])
+    assert acceptance.draw_along(None, rows)[1:].tolist() == [acceptance.NO_TOKEN] * 2
 
 
 @pytest.mark.parametrize("p_is_sparse", [False, True])
