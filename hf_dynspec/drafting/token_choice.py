@@ -7,7 +7,14 @@ from ..devices import is_host_memory
 from ..kernels import argmax_rows, top_k_ids
 from ..protocol import Shortlist, SparseDistribution
 from .draft_processors import DraftContext, SeenTokens, draft_processors
-from .processors import ProcessorsByValue, draw_place, draw_several, draw_with_weight, looks_at_values_only
+from .processors import (
+    ProcessorsByValue,
+    draw_of_rows,
+    draw_place,
+    draw_several,
+    draw_with_weight,
+    looks_at_values_only,
+)
 
 
 class TokenChoice:
@@ -82,6 +89,31 @@ class TokenChoice:
         place = draw_place(few.weights)
         self._drawn = few.weights[place]
         return token_ids[place : place + 1], used, few
+
+    @property
+    def looks_at_ids(self) -> bool:
+        """Whether a processor looks at token ids."""
+        return bool(self._by_id)
+
+    def of_texts(self, logits: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose a token for each of several texts, if no processor looks at token ids. Does not wait for the device.
+
+        Args:
+            logits: fp32 `[B, width]`.
+            slots: int64 `[B, width]`: the tokens that they are of.
+
+        Returns:
+            The tokens, int64 `[B, 1]`, and the logits that they were chosen by, as in `__call__`.
+        """
+        if not self.do_sample:
+            processed = self._by_value(self._no_tokens, logits)
+            return slots.gather(1, argmax_rows(processed).unsqueeze(1)), processed
+        columns, likely = self._process_by_value(logits)
+        places = draw_of_rows(likely.softmax(-1))
+        if columns is None:
+            return slots.gather(1, places), likely
+        used = torch.full_like(logits, -torch.inf).scatter_(1, columns, likely)
+        return slots.gather(1, columns.gather(1, places)), used
 
     def _draw(self, weights: torch.Tensor) -> torch.Tensor:
         """Draw an index, int64 `[1]`, and note its probability."""

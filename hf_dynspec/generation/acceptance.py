@@ -1,6 +1,7 @@
 """Speculative sampling: draw the target's token at a node so that it equals a candidate as often as possible."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,46 +112,47 @@ def draw_at(candidates: Candidates, depth: int, processed: torch.Tensor | Sparse
     return torch.where(is_accepted, drafted, p.draw_what_is_left(left))
 
 
-def draw_along(candidates: Candidates | None, processed: torch.Tensor) -> torch.Tensor:
-    """Draw a token, or `NO_TOKEN`, at every node of a chain, int64 `[k + 1]`: as `draw_at` at each depth and
-    `draw_alone` after the last, in as many operations as one of them. Does not wait for the device.
+def draw_along(candidates: Sequence[Candidates | None], processed: torch.Tensor) -> torch.Tensor:
+    """Draw a token, or `NO_TOKEN`, at every node of several texts' chains, int64 `[B, k + 1]`: as `draw_at` at each
+    depth and `draw_alone` after the last, in as many operations as one of them. Does not wait for the device.
 
     Args:
-        candidates: a drawn chain (None: nothing was drafted).
-        processed: the target's processed logits, fp32 `[k + 1, V]`.
+        candidates: for each text a drawn chain of `k` tokens (None: nothing was drafted).
+        processed: the target's processed logits, fp32 `[B, k + 1, V]`.
     """
     p, device = processed.softmax(-1), processed.device
-    if candidates is None:
-        return _draw_of_rows(p)[:, 0]
-    drafted, before = candidates.token_ids.to(device).unsqueeze(1), p[:-1]
-    token_ids, q = (one.to(device) for one in _drawn_from(candidates))
-    of_drafter = torch.where(token_ids == drafted, q, 0.0).amax(1, keepdim=True)
-    total = before.sum(1, keepdim=True)
-    uniform = torch.rand(total.shape, dtype=torch.float32, device=device)
-    is_accepted = uniform * of_drafter * total < before.gather(1, drafted)
-    left = before.scatter_add(1, token_ids, -q * total).clamp_min_(0.0)
-    left = torch.where(left.sum(1, keepdim=True) > 0, left, before)
-    drawn = _draw_of_rows(torch.cat([left, p[-1:]]))[:, 0]
-    return torch.cat([torch.where(is_accepted[:, 0], candidates.token_ids.to(device), drawn[:-1]), drawn[-1:]])
+    if candidates[0] is None:
+        return _draw_of_rows(p)
+    drafted = torch.stack([one.token_ids for one in candidates]).to(device)
+    token_ids, q = (one.to(device).unflatten(0, drafted.shape) for one in _drawn_from(candidates))
+    of_drafter = torch.where(token_ids == drafted.unsqueeze(-1), q, 0.0).amax(-1)
+    before = p[:, :-1]
+    total = before.sum(-1, keepdim=True)
+    uniform = torch.rand(drafted.shape, dtype=torch.float32, device=device)
+    is_accepted = uniform * of_drafter * total[..., 0] < before.gather(-1, drafted.unsqueeze(-1))[..., 0]
+    left = before.scatter_add(-1, token_ids, -q * total).clamp_min_(0.0)
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, before)
+    drawn = _draw_of_rows(torch.cat([left, p[:, -1:]], dim=1))
+    return torch.cat([torch.where(is_accepted, drafted, drawn[:, :-1]), drawn[:, -1:]], dim=1)
 
 
-def _drawn_from(candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots and the probabilities that the tokens of a chain were drawn from, int64 and fp32 `[k, C]`. Shortlists
-    of fewer than `C` slots are filled up with slots of probability 0."""
-    width = max(len(one) for one in candidates.logits)
-
-    def stacked(rows: list[torch.Tensor], value: float) -> torch.Tensor:
-        return torch.stack(
-            [one if len(one) == width else pad(one, (0, width - len(one)), value=value) for one in rows]
-        )
-
-    token_ids = stacked([one.scored_slots for one in candidates.shortlists], 0)
-    return token_ids, stacked(list(candidates.logits), -torch.inf).softmax(-1)
+def _drawn_from(candidates: Sequence[Candidates]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots and the probabilities that the tokens of chains were drawn from, int64 and fp32 `[B · k, C]`.
+    Shortlists of fewer than `C` slots are filled up with slots of probability 0."""
+    logits = [row for one in candidates for row in one.logits]
+    slots = [shortlist.scored_slots for one in candidates for shortlist in one.shortlists]
+    width = max(map(len, logits))
+    for place, row in enumerate(logits):
+        missing = width - len(row)
+        if missing:
+            logits[place], slots[place] = pad(row, (0, missing), value=-torch.inf), pad(slots[place], (0, missing))
+    return torch.stack(slots), torch.stack(logits).softmax(-1)
 
 
 def _draw_of_rows(weights: torch.Tensor) -> torch.Tensor:
+    """A token, or `NO_TOKEN`, for each row of weights `[…, V]`: int64 `[…]`."""
     places = draw_of_rows(weights)
-    return torch.where(weights.gather(1, places) > 0, places, NO_TOKEN)
+    return torch.where(weights.gather(-1, places) > 0, places, NO_TOKEN)[..., 0]
 
 
 def _draw_at_once(drafted: int, q: SparseDistribution, p: SparseDistribution) -> int:

@@ -124,10 +124,13 @@ class Text:
             best = BestTokens(logits) if is_host_memory(logits.device) else None
             return self.verifier.walk(logits, tokens, candidates, best)
 
-        seen = None
+        seen, along_chains, device = None, None, self.call.session.vocabulary.device
         if self.verifier.looks_at_ids:
-            seen = SeenTokens(self.call.vocabulary_rows, self.call.session.vocabulary.device)
-        return RoundText(self.call.session.selector, self.call.choice, accept, seen, *self.call.notes())
+            seen = SeenTokens(self.call.vocabulary_rows, device)
+        elif not (self.call.choice.looks_at_ids or is_host_memory(device)):
+            along_chains = self.verifier.along_chains
+        notes = self.call.notes()
+        return RoundText(self.call.session.selector, self.call.choice, accept, along_chains, seen, *notes)
 
     def take(self, outcome: TextOutcome, streamer: Any) -> int:
         """Append the tokens of such a round. The text lies in the host's memory. Returns how many they are."""

@@ -371,7 +371,8 @@ class Verifier:
         is_chain = candidates is None or candidates.is_chain
         if self._do_sample and is_chain and not (self.looks_at_ids or is_host_memory(logits.device)):
             processed = self._by_value(input_ids, logits)
-            return walk_at_once(candidates, draw_along(candidates, processed), processed if self._keeps_scores else ())
+            tokens = draw_along([candidates], processed.unsqueeze(0))[0]
+            return walk_at_once(candidates, tokens, processed if self._keeps_scores else ())
         if self._do_sample or self.looks_at_ids:
             process = self._process_row(logits, input_ids, best)
             return walk_to_end(candidates, process, self._do_sample, logits.device, self._keeps_scores)
@@ -383,6 +384,19 @@ class Verifier:
             return walk_to_end(candidates, process, False, logits.device, self._keeps_scores)
         processed = self._by_value(input_ids, logits)
         return walk_at_once(candidates, argmax_rows(processed), processed if self._keeps_scores else ())
+
+    def along_chains(self, logits: torch.Tensor, candidates: Sequence[Candidates | None]) -> torch.Tensor:
+        """The target's tokens at all nodes of several texts' chains, int64 `[B, k + 1]`, in as many operations as for
+        one text. For processors that look at values only. Does not wait for the device.
+
+        Args:
+            logits: fp32 `[B, k + 1, V]`.
+            candidates: for each text a chain (None: nothing was drafted).
+        """
+        processed = self._by_value(None, logits.flatten(0, 1))
+        if self._do_sample:
+            return draw_along(candidates, processed.view_as(logits))
+        return argmax_rows(processed).view(logits.shape[:2])
 
     @property
     def looks_at_ids(self) -> bool:

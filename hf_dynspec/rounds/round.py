@@ -52,6 +52,9 @@ class Walk(Protocol):
 # Walks along the candidates of a text, given the logits at its nodes, fp32 [q, V], and the text's tokens in any order,
 # int64 [1, n] (none if no processor looks at them).
 Accept = Callable[[torch.Tensor, Candidates | None, torch.Tensor], Walk]
+# Returns the target's tokens at all nodes of several texts' chains, int64 [B, k + 1], given the logits there, fp32
+# [B, k + 1, V].
+AcceptChains = Callable[[torch.Tensor, Sequence[Candidates | None]], torch.Tensor]
 # Notes the target's answer at some tokens for alignment: logits, fp32 [n, V], the tokens, int64 [n], and the ids and
 # logits of the most probable ones there, [n, k].
 Note = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
@@ -95,6 +98,7 @@ class RoundText:
         selector: the policy's state. Its shapes must be fixed (`ShortlistState.carried`).
         choice: chooses draft tokens.
         accept: walks along the candidates.
+        accept_chains: does so for all texts at once (None: processors look at tokens, or on a host).
         seen: the set of its tokens (None: no processor looks at them).
         note: notes the answers of the target (None: nothing is noted).
         noted_top_k: the most probable tokens to note.
@@ -103,6 +107,7 @@ class RoundText:
     selector: Selector
     choice: TokenChoice
     accept: Accept
+    accept_chains: AcceptChains | None = None
     seen: SeenTokens | None = None
     note: Note | None = None
     noted_top_k: int = 0
@@ -267,18 +272,32 @@ class Round:
                     hidden = self.drafter.draft(fresh, None, rows, self._observer())
             scored = self._score(depth, fresh, hidden)
             with self._stopwatch.section("choice"):
-                tokens = []
-                for number, (text, (shortlist, logits)) in enumerate(zip(self.texts, scored, strict=True)):
-                    token, logits_used, _ = text.choice(logits[0], shortlist, drafted[number])
-                    drafted[number].append(token)
-                    shortlists[number].append(shortlist)
-                    used[number].append(logits_used)
-                    tokens.append(token)
-                fresh = torch.stack(tokens)
+                fresh, logits_used = self._choose(scored, drafted)
+            for number, (shortlist, _) in enumerate(scored):
+                drafted[number].append(fresh[number])
+                shortlists[number].append(shortlist)
+                used[number].append(logits_used[number])
         return [
             Candidates(torch.cat(tokens), tuple(of_text), tuple(logits)) if tokens else None
             for tokens, of_text, logits in zip(drafted, shortlists, used, strict=True)
         ]
+
+    def _choose(
+        self, scored: list[tuple[Shortlist, torch.Tensor]], drafted: list[list[torch.Tensor]]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """The next token of each chain, int64 `[B, 1]`, and for each the logits that it was chosen by."""
+        shortlists, logits = zip(*scored, strict=True)
+        width = shortlists[0].width
+        if self.texts[0].accept_chains is not None and all(
+            type(one) is Shortlist and one.width == width for one in shortlists
+        ):
+            slots = torch.stack([one.scored_slots for one in shortlists])
+            return self.texts[0].choice.of_texts(torch.cat(logits), slots)
+        chosen = [
+            text.choice(some[0], shortlist, before)
+            for text, shortlist, some, before in zip(self.texts, shortlists, logits, drafted, strict=True)
+        ]
+        return torch.stack([token for token, _, _ in chosen]), [logits_used for _, logits_used, _ in chosen]
 
     def _draft_trees(self, roots: torch.Tensor) -> list[Candidates]:
         """Trees as `DraftSession.draft_tree` grows them."""
@@ -369,6 +388,14 @@ class Round:
         return self._verify_nodes(nodes, rows)
 
     def _accept(self, roots: torch.Tensor, logits: torch.Tensor, candidates: list[Candidates | None]) -> "_Walks":
+        if self.shape.tree is None and self.texts[0].accept_chains is not None:
+            token_ids = self.texts[0].accept_chains(logits, candidates)
+            accepted = roots.new_zeros(len(roots))
+            if self.steps:
+                drafted = torch.stack([one.token_ids for one in candidates])
+                accepted = (token_ids[:, :-1] == drafted).to(torch.int64).cumprod(1).sum(1)
+            token_ids = pad(token_ids, (0, self.shape.steps - self.steps))
+            return _Walks(token_ids, self._levels.expand_as(token_ids), accepted)
         tokens, rows, accepted = [], [], []
         for text, root, of_text, one in zip(self.texts, roots, logits, candidates, strict=True):
             walk = text.accept(of_text, one, root[:0].unsqueeze(0) if text.seen is None else text.seen.ids(root))

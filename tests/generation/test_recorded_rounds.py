@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 pytest.importorskip("torch.utils.backend_registration", reason="torch knows no devices written in Python")
 
-from hf_dynspec import DynSpecAssistant, devices
+from hf_dynspec import DynSpecAssistant, FullShortlist, devices
 from hf_dynspec.alignment.live_weights import LiveWeights
 from hf_dynspec.drafters import as_drafter
 from hf_dynspec.evaluation.operations import pretended_device as pretended
@@ -220,13 +220,40 @@ def test_texts_of_a_batch_end_on_a_device_without_graphs(policy, graphs, monkeyp
         assert torch.equal(generate(there, assistant), plain(target))
 
 
-def write_a_batch(there, assistant, target) -> None:
+@pytest.mark.parametrize("settings", [{"top_k": 0}, {"top_k": 9, "top_p": 0.9}], ids=["all", "few"])
+@pytest.mark.parametrize("policy", representatives("families", ("hybrid", "full", "router"), keep=2))
+def test_a_sampled_batch_as_a_graph(policy, settings, graphs):
+    """At such a temperature the most probable tokens are drawn. See `test_sampling` for others."""
+    with pretended_device():
+        there, drafter, target = pair_there("independent")
+        assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=there, num_assistant_tokens=3)
+        write_a_batch(there, assistant, target, do_sample=True, temperature=1e-3, **settings)
+        assert assistant.stats.lane == AS_A_GRAPH and assistant.stats.accepted > 0
+
+
+def test_a_batch_of_chains_is_verified_in_as_many_operations_as_one_text(graphs):
+    with pretended_device():
+        there, drafter, _ = pair_there("independent")
+        assistant = DynSpecAssistant(drafter, FullShortlist(), target=there, num_assistant_tokens=3)
+        for do_sample in (False, True):
+            for count in (1, 2, 5):
+                inputs = to_device(torch.cat([prompt(12, seed) for seed in range(count)]))
+                mask = to_device(torch.ones(count, 12, dtype=torch.int64))
+                settings = {"max_new_tokens": 24, "do_sample": do_sample, "eos_token_id": None}
+                there.generate(inputs, attention_mask=mask, assistant_model=assistant, **settings)
+    one, two, five, *sampled = (len(graph.launched) for graph in graphs)
+    # What is left for each text is a report, and the concatenation of its draft and of its memory's parts.
+    assert two - one < 20 and five - two < 45
+    assert [more - fewer for fewer, more in itertools.pairwise(sampled)] == [two - one, five - two]
+
+
+def write_a_batch(there, assistant, target, **sampling) -> None:
     """Texts end at tokens of their own, or all at the length of the call."""
     alone = [plain(target, 12, seed)[0, 12:].tolist() for seed in range(3)]
     for eos in (None, [alone[0][7], alone[1][20]]):
         inputs = to_device(torch.cat([prompt(12, seed) for seed in range(3)]))
         mask = to_device(torch.ones(3, 12, dtype=torch.int64))
-        settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0}
+        settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": eos, "pad_token_id": 0, **sampling}
         output = there.generate(inputs, attention_mask=mask, assistant_model=assistant, **settings).memory
         for row, tokens in zip(output[:, 12:].tolist(), alone, strict=True):
             count = next((n + 1 for n, one in enumerate(tokens) if one in (eos or ())), len(tokens))

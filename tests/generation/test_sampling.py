@@ -129,8 +129,11 @@ def one_round(table: Table, shape: TreeConfig | bool | str) -> verification.Batc
 
     candidates = drafted_tree(table.q, shape) if isinstance(shape, TreeConfig) else drafted_chain(table.q, 2)
     if shape == AT_ONCE:
-        processed = table.p.index_select(0, pad(candidates.token_ids, (1, 0))).log()
-        return verification.walk_at_once(candidates, acceptance.draw_along(candidates, processed), ())
+        # Beside another text's.
+        chains = [drafted_chain(table.q, 2), candidates]
+        processed = [table.p.index_select(0, pad(one.token_ids, (1, 0))).log() for one in chains]
+        tokens = acceptance.draw_along(chains, torch.stack(processed))
+        return verification.walk_at_once(candidates, tokens[1], ())
     return verification.walk_to_end(candidates, process, True, CPU, keeps_scores=False)
 
 
@@ -194,8 +197,8 @@ def with_elders(q: torch.Tensor, columns: torch.Tensor, is_child: torch.Tensor) 
     return pad(q.expand(columns.shape[0], -1), (0, 1))
 
 
-def without_say(candidates: Candidates) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)
+def without_say(candidates: list[Candidates]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, 1)
 
 
 SMALL_TREE = TreeConfig(total_tokens=5, depth=1, top_k=4)
@@ -274,19 +277,34 @@ def test_a_chain_is_verified_alike_by_sparse_distributions_and_by_rows(q_is_spar
     assert chi_square(counts, of_left.softmax(-1), at_least=6) > FALSE_ALARM
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_drafts_of_several_texts_are_drawn_from_the_logits_that_are_reported(top_k):
+    torch.manual_seed(3)
+    logits, slots = torch.randn(2, 6), torch.tensor([[3, 1, 4, 0, 5, 9], [2, 7, 8, 1, 6, 0]])
+    processors = LogitsProcessorList([TopKLogitsWarper(top_k)] if top_k else [])
+    choice = TokenChoice(True, processors, 10, 0, CPU)
+    counts = torch.zeros(2, 10)
+    for _ in range(4000):
+        tokens, used = choice.of_texts(logits, slots)
+        counts.scatter_add_(1, tokens, torch.ones(2, 1))
+    assert torch.equal(used, processors(slots, logits.clone()))
+    for count, tokens, some in zip(counts, slots, used, strict=True):
+        assert chi_square(count[tokens], some.softmax(-1)) > FALSE_ALARM and count.sum() == 4000
+
+
 def test_drafts_verified_at_once_of_a_drafter_that_computes_nan_have_no_say():
     """As in 16 bits, if hidden states overflow."""
     torch.manual_seed(21)
     p, shortlist = torch.tensor([0.3, 0.1, 0.4, 0.2]), Shortlist(torch.arange(4), 0)
     chain = Candidates(torch.tensor([2]), (shortlist,), (torch.full((4,), torch.nan),))
-    drawn = torch.stack([acceptance.draw_along(chain, p.log().expand(2, -1)) for _ in range(2000)])
+    drawn = torch.stack([acceptance.draw_along([chain], p.log().expand(1, 2, -1))[0] for _ in range(2000)])
     for tokens in drawn.T:
         assert chi_square(torch.bincount(tokens, minlength=4), p) > FALSE_ALARM
 
 
 def test_tokens_that_cannot_be_drawn_are_none():
     rows = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [-torch.inf, -torch.inf]])
-    assert acceptance.draw_along(None, rows)[1:].tolist() == [acceptance.NO_TOKEN] * 2
+    assert acceptance.draw_along([None], rows.unsqueeze(0))[0, 1:].tolist() == [acceptance.NO_TOKEN] * 2
 
 
 @pytest.mark.parametrize("p_is_sparse", [False, True])
