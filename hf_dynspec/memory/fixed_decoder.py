@@ -145,12 +145,13 @@ def _eps(norm: nn.Module) -> float:
 
 @torch.no_grad()
 def _formula_of(norm: nn.Module) -> _Formula | None:
-    """The formula that computes the same as a norm's own forward (None: it computes something else)."""
+    """The formula that computes the same as a norm's own forward (None: it computes something else). Tried with other
+    weights, on the CPU."""
     norm = copy.copy(norm)
-    norm._parameters = {name: weight.float() for name, weight in norm.named_parameters()}
-    weight = next(norm.parameters(), torch.empty(16))
+    sizes = {name: weight.numel() for name, weight in norm.named_parameters()}
+    norm._parameters = {name: torch.linspace(-1, 2, size, device="cpu") for name, size in sizes.items()}
     # So small that eps counts.
-    states = torch.linspace(-2e-3, 1e-3, 2 * weight.numel(), device=weight.device).view(2, -1)
+    states = torch.linspace(-2e-3, 1e-3, 2 * next(iter(sizes.values()), 16), device="cpu").view(2, -1)
     for formula in (_scaled, _scaled_from_one):
         try:
             if torch.allclose(formula(norm, states), norm.forward(states), rtol=1e-4, atol=0):

@@ -132,6 +132,24 @@ def test_cached_tokens_are_read_and_copied_up_to_the_window():
     assert 0 < long.bytes - short.bytes < 0.25 * 1024 * 3 * 26 * 2 * 256 * 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "norms"), [(QWEN3_8B, 4), (LLAMA31_8B, 2), (GEMMA3_1B, 12)], ids=["Qwen3", "Llama", "Gemma"]
+)
+def test_norms_and_rotations_are_fused_in_a_graph(settings, norms):
+    smaller, larger = (
+        forward_work(
+            empty_model(config_of({**settings, "num_hidden_layers": count, "layer_types": None}), BF16, "target"),
+            [6],
+            64,
+            is_captured=True,
+        )[0].operations
+        for count in (2, 3)
+    )
+    # Besides these and seven products: the rotation, two writes, attention, the activation and its product, two sums;
+    # and up to five more for masks and for what is not contiguous.
+    assert 7 + norms + 8 <= larger - smaller <= 7 + norms + 13
+
+
 # Rounds --------------------------------------------------------------------------------------------------------------
 
 

@@ -288,10 +288,10 @@ class NeverDone(StoppingCriteria):
 MOST_OPERATIONS = {
     ("independent", "full", "chain", False): (110, 790),
     ("independent", "hybrid", "tree", False): (132, 1120),
-    ("EAGLE-3", "full", "chain", False): (42, 460),
-    ("EAGLE-3", "hybrid", "chain", True): (56, 780),
-    ("EAGLE-3", "router", "tree", False): (94, 890),
-    ("EAGLE-3", "in_context", "tree", True): (106, 1720),
+    ("EAGLE-3", "full", "chain", False): (26, 365),
+    ("EAGLE-3", "hybrid", "chain", True): (39, 520),
+    ("EAGLE-3", "router", "tree", False): (74, 770),
+    ("EAGLE-3", "in_context", "tree", True): (93, 1720),
 }
 
 

@@ -6,6 +6,7 @@ the parameters and of the cached keys and values; arithmetic is that of the prod
 """
 
 import copy
+import operator
 import os
 import statistics
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from rich.console import RenderableType
 from rich.text import Text
+from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ...assistant import DynSpecAssistant
@@ -27,6 +29,7 @@ from ...errors import ConfigurationError, UnsupportedError, shown_value
 from ...fields import Number, SettingError, WholeNumber
 from ...kernels import TILE_COLUMNS
 from ...loading import empty_model, first_line, load_config, shared_rows
+from ...memory.fixed_decoder import fuse_rotations, with_fused_norms
 from ...memory.recurrent import layers_with_states, require_states_in_cache
 from ...modeling.parts import FORWARD_ERRORS, decoder_of, output_rows
 from ...shortlists import ShortlistPolicy, UnionShortlist
@@ -417,21 +420,29 @@ def forward_work(
     """The work of forwards of a model on `meta`, each over one of these numbers of `rows`, after `cached` tokens,
     with or without the head's logits for all rows. Raises `UnsupportedError` if it cannot be counted without its
     weights."""
-    part = model if has_head else decoder_of(model)
+    decoder = decoder_of(model)
+    part = model if has_head else decoder
     cache = DynamicCache(config=model.config.get_text_config())
     if not has_head and not layers_with_states(cache):
         # A drafter keeps all positions in every layer.
         cache = DynamicCache()
 
-    def run(count: int, into: DynamicCache) -> int:
+    def run(module: nn.Module, count: int, into: DynamicCache) -> int:
         ids = torch.zeros(1, count, dtype=torch.int64, device="meta")
         with torch.no_grad(), OperationCounter() as counter:
-            part(input_ids=ids, **cache_inputs(into))
+            module(input_ids=ids, **cache_inputs(into))
         return counter.operations
 
     try:
-        run(max(1, cached), cache)
-        counts = {count: run(count, copy.deepcopy(cache)) for count in {rows[0], rows[-1]}}
+        run(part, max(1, cached), cache)
+        counts = {count: run(part, count, copy.deepcopy(cache)) for count in {rows[0], rows[-1]}}
+        if is_captured:
+            fused = with_fused_norms(decoder)
+            # On `meta` nothing is rotated: one operation counts for the kernel.
+            fuse_rotations(fused, lambda query, key, *tables: (query.clone(), key))
+            for count in counts:
+                saved = (run(module, count, copy.deepcopy(cache)) for module in (decoder, fused))
+                counts[count] -= operator.sub(*saved)
     except (*FORWARD_ERRORS, NotImplementedError) as error:
         raise UnsupportedError(
             f"{type(model).__name__} cannot be counted from its configuration: {first_line(error)}. Load it, and have "

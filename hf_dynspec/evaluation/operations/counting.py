@@ -1,5 +1,6 @@
 """Operations as torch hands them to a device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,14 +26,33 @@ def is_operation(func: Any, results: Any) -> bool:
     return not (is_view or is_empty or func._schema.name in _FREE)
 
 
-class FusedAttention(TorchFunctionMode):
-    """Attention as one kernel, as on a GPU; torch would split it on devices that it does not know, such as `meta`."""
+@torch.library.custom_op("hf_dynspec::rms_norm", mutates_args=())
+def _rms_norm(states: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None) -> torch.Tensor:
+    return functional.rms_norm(states, shape, weight, eps)
+
+
+@_rms_norm.register_fake
+def _(states: torch.Tensor, *others: Any) -> torch.Tensor:
+    return torch.empty_like(states)
+
+
+class FusedOperations(TorchFunctionMode):
+    """Attention and RMS norms as one kernel each, as on a GPU; torch would split them on devices that it does not
+    know, such as `meta`."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention and args[0].device.type != "cpu":
             return self._attend(*args, **kwargs)
+        if func is functional.rms_norm and args[0].device.type != "cpu":
+            return self._normalise(*args, **kwargs)
         return func(*args, **kwargs)
+
+    @staticmethod
+    def _normalise(
+        states: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+    ) -> torch.Tensor:
+        return _rms_norm(states, list(shape), weight, eps)
 
     @staticmethod
     def _attend(
@@ -60,15 +80,15 @@ class OperationCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
-        self._attention = FusedAttention()
+        self._fused = FusedOperations()
 
     def __enter__(self) -> "OperationCounter":
-        self._attention.__enter__()
+        self._fused.__enter__()
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self._attention.__exit__(*raised)
+        self._fused.__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is _aten._grouped_mm.default and args[0].device.type == "meta":

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import UnsupportedError
-from .counting import FusedAttention, is_operation
+from .counting import FusedOperations, is_operation
 
 NAME = "pretended"
 _aten = torch.ops.aten
@@ -196,5 +196,5 @@ def _takes_a_number(name: str, args: tuple) -> bool:
 @contextmanager
 def pretended_device() -> Iterator[PretendedDevice]:
     """Enter the device, without gradients."""
-    with PretendedDevice() as device, FusedAttention(), torch.no_grad():
+    with PretendedDevice() as device, FusedOperations(), torch.no_grad():
         yield device
