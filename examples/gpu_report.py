@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/generation/test_gpu.py",
     "tests/kernels/test_round_attention.py",
-    "tests/kernels/test_rotation.py",
+    "tests/kernels/test_layer_kernels.py",
 )
 TARGET = {
     "vocab_size": 128256,

@@ -14,12 +14,21 @@ from ..kernels import QueryRows
 from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
 from ..memory.recurrent import positions_from
-from ..modeling.parts import FORWARD_ERRORS, agree, input_device, output_rows, require_finite_weights
+from ..modeling.parts import (
+    FORWARD_ERRORS,
+    agree,
+    input_device,
+    output_rows,
+    placeholder_ids,
+    require_finite_weights,
+)
 from ..protocol import Candidates
 
 _CHANGING_ROPE = ("dynamic", "longrope")
 # The most memory for the caches of a check.
 _MOST_CACHE_BYTES = 2**29
+# The tokens that are read for them.
+_READ = 32
 
 # Takes a text, int64 `[1, n]`, whose tokens except the last are cached, and a tree; returns the logits `[k + 1, V]`
 # after the last token and after each node.
@@ -125,7 +134,7 @@ def require_trees(model: PreTrainedModel, verify: Verify) -> None:
 
 def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
     """Whether the target's logits for a path in a small tree equal those for the path alone, after a text longer than
-    any window of its attention. Random keys and values stand for the text."""
+    any window of its attention."""
     device = input_device(model)
     # The path is the last of many at each level, so that a node's place in the cache matters.
     tree = Candidates(
@@ -154,24 +163,24 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
 
 
 def caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, DynamicCache], int]:
-    """Two equal caches of a text that is longer than every window, and its length."""
+    """Two equal caches of a text that is longer than every window, and its length. The keys and values of some tokens
+    are repeated: of random ones a real model makes so much that rounding to 16 bits would change its output."""
     config, device = model.config.get_text_config(), input_device(model)
     few = DynamicCache(config=config)
-    tokens = torch.ones(1, 3, dtype=torch.int64, device=device)
-    model(input_ids=tokens, **cache_inputs(few))
+    tokens = torch.randint(output_rows(model), (1, _READ), generator=torch.Generator().manual_seed(0), device="cpu")
+    tokens[torch.isin(tokens, torch.tensor(placeholder_ids(model.config), device="cpu"))] = 1
+    model(input_ids=tokens.to(device), **cache_inputs(few))
     parts = [(layer.keys, layer.values) for layer in few.layers]
     held = [one for both in parts for one in both if one is not None]
-    bytes_per_token = sum(one.numel() * one.element_size() for one in held) // 3
+    bytes_per_token = sum(one.numel() * one.element_size() for one in held) // _READ
     length = max(3, min(_length_past_windows(config), _MOST_CACHE_BYTES // max(1, bytes_per_token)))
-    on_host = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float32, "device": "cpu"}
     caches = DynamicCache(config=config), DynamicCache(config=config)
     for index, both in enumerate(parts):
         if both[0] is None:  # a layer that shares the keys and values of another
             continue
-        made_up = [_repeated(torch.randn(*one.shape[:2], 61, one.shape[3], **on_host).to(one), length) for one in both]
         for cache in caches:
             cache.activate_past_recording()
-            cache.update(*(one * both[0].std() for one in made_up), index)
+            cache.update(*(_repeated(one, length) for one in both), index)
     return caches, length
 
 

@@ -17,6 +17,7 @@ from .reference import (
     Screen,
     TiledFactor,
     block_scores,
+    norm_from_one,
     packed_scores,
     replace_rows,
     rotated,
@@ -40,6 +41,8 @@ __all__ = [
     "has_dense_kernel",
     "has_packed_kernel",
     "lossless_dtype",
+    "norm_from_one",
+    "norm_from_one_for",
     "packed_scores",
     "packed_scores_for",
     "prepare_best_rows",
@@ -75,9 +78,18 @@ def rotation_for(device: torch.device) -> Callable[..., tuple[torch.Tensor, torc
     is none)."""
     if not _has_triton(device):
         return None
-    from . import triton_rotation
+    from . import triton_layers
 
-    return triton_rotation.rotated
+    return triton_layers.rotated
+
+
+def norm_from_one_for(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None:
+    """Likewise of `reference.norm_from_one`."""
+    if not _has_triton(device):
+        return None
+    from . import triton_layers
+
+    return triton_layers.norm_from_one
 
 
 def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:

@@ -111,6 +111,13 @@ def replace_rows(packed: torch.Tensor, slots: torch.Tensor, table: torch.Tensor,
     packed.index_copy_(0, slots, table.index_select(0, ids).to(packed.dtype))
 
 
+def norm_from_one(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square normalisation with weights `1 + weight`, `[d]`, in fp32: `[…, d]` for states `[…, d]`, in their
+    dtype. Gemma's and Qwen3-Next's."""
+    normed = functional.rms_norm(states.float(), weight.shape, None, eps)
+    return (normed * (1.0 + weight.float())).to(states.dtype)
+
+
 def rotated(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

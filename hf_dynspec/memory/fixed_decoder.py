@@ -14,7 +14,14 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..cache_names import cache_inputs
 from ..errors import UnsupportedError
-from ..kernels import QueryRows, rotated, rotation_for, round_attention_for
+from ..kernels import (
+    QueryRows,
+    norm_from_one,
+    norm_from_one_for,
+    rotated,
+    rotation_for,
+    round_attention_for,
+)
 from ..modeling.masks import attention_windows
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device
 from .fixed import FixedMemory
@@ -32,8 +39,9 @@ class FixedDecoder:
 
     def __init__(self, model: PreTrainedModel):
         self._kinds = list(attention_windows(model.config.get_text_config()))
-        self._module = with_fused_norms(decoder_of(model))
-        rotation = rotation_for(input_device(model))
+        device = input_device(model)
+        self._module = with_fused_norms(decoder_of(model), norm_from_one_for(device))
+        rotation = rotation_for(device)
         if rotation is not None:
             fuse_rotations(self._module, rotation)
         self._module.config._attn_implementation = _ATTENTION
@@ -97,9 +105,16 @@ def _attend(
 AttentionInterface.register(_ATTENTION, _attend)
 
 
-def with_fused_norms(decoder: nn.Module) -> nn.Module:
-    """A copy of a decoder, with the same weights and settings, whose RMS norms are one or two operations each.
-    transformers uses eight or nine, which are a third to a half of a small step's. Configurations are copied."""
+def with_fused_norms(
+    decoder: nn.Module, from_one: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None
+) -> nn.Module:
+    """A copy of a decoder, with the same weights and settings, whose RMS norms are one operation each. transformers
+    uses eight or nine, which are a third to a half of a small step's. Configurations are copied.
+
+    Args:
+        decoder: of a model of transformers.
+        from_one: computes `kernels.norm_from_one` (None: such norms stay as they are).
+    """
     shared = {
         id(value): value
         for module in decoder.modules()
@@ -112,50 +127,46 @@ def with_fused_norms(decoder: nn.Module) -> nn.Module:
     }
     decoder = copy.deepcopy(decoder, shared)
     # Norms of one class with the same settings compute the same.
-    formulas: dict[tuple[Any, ...], _Formula | None] = {}
+    kinds: dict[tuple[Any, ...], _Norm | None] = {}
     for module in decoder.modules():
         if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module):
             settings = [one for one in vars(module).items() if isinstance(one[1], int | float | str | None)]
             key = type(module), *settings, *dict(module.named_parameters())
-            if key not in formulas:
-                formulas[key] = _formula_of(module)
-            if formulas[key] is not None:
-                module.forward = partial(formulas[key], module)
+            if key not in kinds:
+                kinds[key] = _kind_of(module)
+            if kinds[key] is norm_from_one and from_one is not None:
+                module.forward = partial(_normalise, module, from_one)
+            elif kinds[key] is _norm:
+                module.forward = partial(_normalise, module, _norm)
     return decoder
 
 
-# Takes an RMS norm and its input, `[…, d]`.
-_Formula = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+# Takes states, `[…, d]`, weights, `[d]`, and `eps`.
+_Norm = Callable[[torch.Tensor, torch.Tensor | None, float], torch.Tensor]
 
 
-def _scaled(norm: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """Llama's, and with no weight Gemma-4's."""
-    return rms_norm(states, states.shape[-1:], getattr(norm, "weight", None), _eps(norm))
+def _norm(states: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Llama's and most others', and with no weights Gemma-4's. torch has a kernel for it on GPUs."""
+    return rms_norm(states, states.shape[-1:], weight, eps)
 
 
-def _scaled_from_one(norm: nn.Module, states: torch.Tensor) -> torch.Tensor:
-    """Gemma's and Qwen3-Next's, whose weights are added to 1."""
-    normed = rms_norm(states, states.shape[-1:], None, _eps(norm))
-    return torch.addcmul(normed, normed, norm.weight)
-
-
-def _eps(norm: nn.Module) -> float:
-    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+def _normalise(module: nn.Module, norm: _Norm, states: torch.Tensor) -> torch.Tensor:
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return norm(states, getattr(module, "weight", None), eps)
 
 
 @torch.no_grad()
-def _formula_of(norm: nn.Module) -> _Formula | None:
-    """The formula that computes the same as a norm's own forward (None: it computes something else). Tried with other
-    weights, on the CPU."""
-    norm = copy.copy(norm)
-    sizes = {name: weight.numel() for name, weight in norm.named_parameters()}
-    norm._parameters = {name: torch.linspace(-1, 2, size, device="cpu") for name, size in sizes.items()}
+def _kind_of(module: nn.Module) -> _Norm | None:
+    """What a module's own forward computes (None: something else). Tried with other weights, on the CPU."""
+    module = copy.copy(module)
+    sizes = {name: weight.numel() for name, weight in module.named_parameters()}
+    module._parameters = {name: torch.linspace(-1, 2, size, device="cpu") for name, size in sizes.items()}
     # So small that eps counts.
     states = torch.linspace(-2e-3, 1e-3, 2 * next(iter(sizes.values()), 16), device="cpu").view(2, -1)
-    for formula in (_scaled, _scaled_from_one):
+    for norm in (_norm, norm_from_one):
         try:
-            if torch.allclose(formula(norm, states), norm.forward(states), rtol=1e-4, atol=0):
-                return formula
+            if torch.allclose(_normalise(module, norm, states), module.forward(states), rtol=1e-4, atol=0):
+                return norm
         # A norm may take other inputs, or have its weights elsewhere.
         except FORWARD_ERRORS:
             continue

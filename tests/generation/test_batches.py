@@ -32,6 +32,7 @@ from hf_dynspec import DynSpecAssistant, OnlineAlignment, RetrievalShortlist
 from hf_dynspec.cache_names import CACHE
 from hf_dynspec.errors import NotBoundError, UnsupportedError
 from hf_dynspec.generation import fixed_lane, text_by_text
+from hf_dynspec.memory import fixed_decoder
 from hf_dynspec.memory.fixed_decoder import FixedDecoder
 from hf_dynspec.shortlists import POLICIES
 from hf_dynspec.shortlists.retrieval.retriever import RetrievalListener
@@ -467,6 +468,30 @@ def test_a_target_whose_weights_lie_on_the_disk(tmp_path, target):
     output = assert_each_as_alone(offloaded, assistant)
     assert offloaded.model.layers[0].mlp.up_proj.weight.device.type == "meta"
     assert torch.equal(output, assert_each_as_alone(target, DynSpecAssistant(perturbed(target), target=target)))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_rounding_is_no_reason_to_refuse_a_target_in_16_bits(family, monkeypatch):
+    """Keys are larger than values here, as in real models: attention over made-up keys and values would carry rounding
+    errors on through all layers, far more than that over the model's own."""
+    target = tiny(family, num_hidden_layers=6, layer_types=None)
+    with torch.no_grad():
+        for name, weight in target.named_parameters():
+            if name.endswith("k_norm.weight"):
+                weight.fill_(20)
+            elif name.endswith("v_proj.weight"):
+                weight.mul_(0.1)
+    target, generator = target.to(torch.bfloat16), torch.Generator().manual_seed(0)
+    usual = fixed_decoder.round_attention_for
+
+    def rounded_elsewhere(*arguments, **settings):
+        attended = usual(torch.device("cpu"))(*arguments, **settings)
+        return attended * (1 + 2**-8 * torch.randn(attended.shape, generator=generator).to(attended))
+
+    monkeypatch.setattr(fixed_decoder, "round_attention_for", lambda device: rounded_elsewhere)
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=8, do_sample=False)
+    assert assistant.stats.lane == "fixed memory"
 
 
 def test_the_targets_memory_is_not_taken_twice(target):

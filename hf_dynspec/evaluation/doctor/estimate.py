@@ -437,8 +437,8 @@ def forward_work(
         run(part, max(1, cached), cache)
         counts = {count: run(part, count, copy.deepcopy(cache)) for count in {rows[0], rows[-1]}}
         if is_captured:
-            fused = with_fused_norms(decoder)
-            # On `meta` nothing is rotated: one operation counts for the kernel.
+            # On `meta` nothing is computed: one operation counts for a kernel.
+            fused = with_fused_norms(decoder, lambda states, *others: states.clone())
             fuse_rotations(fused, lambda query, key, *tables: (query.clone(), key))
             for count in counts:
                 saved = (run(module, count, copy.deepcopy(cache)) for module in (decoder, fused))

@@ -1,7 +1,8 @@
-"""Rotary position embeddings for GPUs, in Triton: queries and keys of a layer in one kernel.
+"""Small operations of a decoder's layers for GPUs, in Triton: in a graph each takes as long as its launch.
 
-Importing this file imports triton, which is optional: `kernels.rotation_for` imports it where it is of use.
-With `TRITON_INTERPRET=1` set before that, the kernel runs on the CPU, line by line, which is for tests.
+Importing this file imports triton, which is optional: `kernels.rotation_for` and `kernels.norm_from_one_for` import it
+where it is of use. With `TRITON_INTERPRET=1` set before that, the kernels run on the CPU, line by line, which is for
+tests.
 """
 
 import torch
@@ -84,3 +85,49 @@ def rotated(
             num_warps=1,
         )
     return rotated_query, rotated_key.transpose(1, 2)
+
+
+@triton.jit
+def _norm_kernel(
+    states,
+    weight,
+    output,
+    eps,
+    first_stride,
+    second_stride,
+    third_stride,
+    second_size,
+    third_size,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """One row of states, `[i, j, k, D]`."""
+    row = tl.program_id(0).to(tl.int64)
+    i, j, k = row // (second_size * third_size), row // third_size % second_size, row % third_size
+    d = tl.arange(0, PADDED)
+    source = states + i * first_stride + j * second_stride + k * third_stride
+    numbers = tl.load(source + d, mask=d < D, other=0.0).to(tl.float32)
+    scale = 1.0 + tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    normed = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / D + eps) * scale
+    tl.store(output + row * D + d, normed.to(output.dtype.element_ty), mask=d < D)
+
+
+def norm_from_one(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`reference.norm_from_one` in one kernel, for tensors of up to four dimensions on one GPU, the last of which is
+    contiguous."""
+    d, padded = states.shape[-1], triton.next_power_of_2(states.shape[-1])
+    output = states.new_empty(states.shape)
+    rows = states[(None,) * (4 - states.dim())]
+    with torch.cuda.device_of(states):
+        _norm_kernel[(output.numel() // d,)](
+            rows,
+            weight,
+            output,
+            eps,
+            *rows.stride()[:3],
+            *rows.shape[1:3],
+            D=d,
+            PADDED=padded,
+            num_warps=min(8, max(1, padded // 512)),
+        )
+    return output
