@@ -53,6 +53,17 @@ def test_greedy_output_is_the_targets_own(policy, drafter, tree, pairs):
 
 
 @pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "mistral", "phi", "gpt2", "cohere2", "granite"])
+def test_other_families(family, tree):
+    """Whose norms, rotations and attention have kernels with other settings, or none."""
+    target = tiny(family).cuda()
+    assistant = DynSpecAssistant(perturbed(tiny(family)).cuda(), "hybrid", target=target, tree=tree)
+    for seed in range(3):
+        assert torch.equal(generate(target, seed, assistant_model=assistant), generate(target, seed))
+    assert assistant.stats_total.accepted > 0 and assistant.stats.lane == "fixed memory, as a graph"
+
+
+@pytest.mark.parametrize("tree", [False, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("policy", ["full", "hybrid", "in_context", "router", "screen", "union with a router"])
 def test_a_batch_is_each_text_alone(policy, drafter, tree, pairs):

@@ -6,6 +6,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
+from fast_kernels import INTERPRETED, interpret, needs_triton
 from models import FAMILIES, VOCABULARY, prompt, tiny, with_clear_preferences
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, GptOssConfig, GptOssForCausalLM
@@ -160,6 +161,31 @@ class GatedRMSNorm(LlamaRMSNorm):
 def test_a_norm_with_another_formula_stays_as_it_is(kind):
     (norm,) = with_fused_norms(torch.nn.Sequential(kind(8)), norm_from_one)
     assert "forward" not in vars(norm)
+
+
+WITH_KERNELS = ["qwen3", "gemma3"]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1; tests/generation/test_gpu.py runs on GPUs")
+@pytest.mark.parametrize("family", WITH_KERNELS)
+def test_triton_kernels_of_a_decoder(family, monkeypatch):
+    from hf_dynspec.kernels import triton_attention, triton_layers
+
+    kernels = {
+        "norm_from_one_for": triton_layers.norm_from_one,
+        "rotation_for": triton_layers.rotated,
+        "round_attention_for": triton_attention.round_attention,
+    }
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(fixed_decoder, name, lambda device, kernel=kernel: kernel)
+    test_chains_and_trees_of_several_texts(family)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is what runs the interpreter")
+@pytest.mark.process
+def test_the_interpreter_runs_the_triton_kernels_of_a_decoder():
+    interpret(__file__, passed=len(WITH_KERNELS))
 
 
 # Their rotations turn all of a head, a part of it, and queries and keys in two calls.
