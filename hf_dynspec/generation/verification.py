@@ -31,6 +31,8 @@ from .acceptance import NO_TOKEN, draw_alone, draw_along, draw_among, draw_at, w
 _BY_LAST_TOKEN = (EosTokenCriteria,)
 _BY_LENGTH_OR_TIME = (MaxLengthCriteria, MaxTimeCriteria)
 _PURE_CRITERIA = (*_BY_LAST_TOKEN, *_BY_LENGTH_OR_TIME, StopStringCriteria)
+# Rows of logits that are processed at once: some tensors of fp64 have as many rows and the vocabulary's columns.
+_MOST_ROWS = 64
 
 
 def divide_criteria(criteria: StoppingCriteriaList) -> tuple[StoppingCriteriaList, list[StoppingCriteria]]:
@@ -393,6 +395,10 @@ class Verifier:
             logits: fp32 `[B, k + 1, V]`.
             candidates: for each text a chain (None: nothing was drafted).
         """
+        texts = max(1, _MOST_ROWS // logits.shape[1])
+        if len(logits) > texts:
+            parts = (candidates[start : start + texts] for start in range(0, len(candidates), texts))
+            return torch.cat([self.along_chains(*one) for one in zip(logits.split(texts), parts, strict=True)])
         processed = self._by_value(None, logits.flatten(0, 1))
         if self._do_sample:
             return draw_along(candidates, processed.view_as(logits))

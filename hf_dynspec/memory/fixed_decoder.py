@@ -14,14 +14,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from ..cache_names import cache_inputs
 from ..errors import UnsupportedError
-from ..kernels import (
-    QueryRows,
-    norm_from_one,
-    norm_from_one_for,
-    rotated,
-    rotation_for,
-    round_attention_for,
-)
+from ..kernels import QueryRows, norm_from_one, norm_from_one_for, rotated, rotation_for, round_attention_for
 from ..modeling.masks import attention_windows
 from ..modeling.parts import FORWARD_ERRORS, decoder_of, input_device
 from .fixed import FixedMemory

@@ -28,7 +28,7 @@ from hf_dynspec.drafters import as_drafter
 from hf_dynspec.evaluation.operations import pretended_device as pretended
 from hf_dynspec.evaluation.operations.counting import is_operation
 from hf_dynspec.evaluation.operations.pretended_device import move, pretended_device, to_device
-from hf_dynspec.generation import fixed_lane
+from hf_dynspec.generation import fixed_lane, verification
 from hf_dynspec.generation.arguments import CallArguments
 from hf_dynspec.generation.batch import why_general
 from hf_dynspec.modeling import head
@@ -222,8 +222,11 @@ def test_texts_of_a_batch_end_on_a_device_without_graphs(policy, graphs, monkeyp
 
 @pytest.mark.parametrize("settings", [{"top_k": 0}, {"top_k": 9, "top_p": 0.9}], ids=["all", "few"])
 @pytest.mark.parametrize("policy", representatives("families", ("hybrid", "full", "router"), keep=2))
-def test_a_sampled_batch_as_a_graph(policy, settings, graphs):
+def test_a_sampled_batch_as_a_graph(policy, settings, graphs, monkeypatch):
     """At such a temperature the most probable tokens are drawn. See `test_sampling` for others."""
+    if policy == "full":
+        # Two texts at once, and the third.
+        monkeypatch.setattr(verification, "_MOST_ROWS", 8)
     with pretended_device():
         there, drafter, target = pair_there("independent")
         assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), target=there, num_assistant_tokens=3)
