@@ -59,7 +59,7 @@ THIRD_PARTIES = {
     "alignment": {"torch", "peft", "huggingface_hub", "safetensors"},
 }
 # A Triton kernel cannot be written without triton. The files with one are imported where they are of use, and lazily.
-OF_TRITON = {"kernels.triton_attention", "kernels.triton_best_rows", "kernels.triton_blocks"}
+OF_TRITON = {f"kernels.triton_{name}" for name in ("attention", "best_rows", "blocks", "layers")}
 LAZY_EVERYWHERE = {"triton", "peft", "hnswlib", "matplotlib", "pyarrow", "datasets", "faiss"}
 PRIVATE_MODULES = ("transformers.generation.candidate_generator",)
 

@@ -167,7 +167,8 @@ def caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, D
     are repeated: of random ones a real model makes so much that rounding to 16 bits would change its output."""
     config, device = model.config.get_text_config(), input_device(model)
     few = DynamicCache(config=config)
-    tokens = torch.randint(output_rows(model), (1, _READ), generator=torch.Generator().manual_seed(0), device="cpu")
+    rows, generator = min(output_rows(model), config.vocab_size), torch.Generator().manual_seed(0)
+    tokens = torch.randint(rows, (1, _READ), generator=generator, device="cpu")
     tokens[torch.isin(tokens, torch.tensor(placeholder_ids(model.config), device="cpu"))] = 1
     model(input_ids=tokens.to(device), **cache_inputs(few))
     parts = [(layer.keys, layer.values) for layer in few.layers]
