@@ -105,7 +105,7 @@ def require_batches(model: PreTrainedModel, logits_of: Callable[[torch.Tensor], 
             "each prompt."
         ) from error
     if not agree(model, actual, expected):
-        require_finite_weights(model)
+        require_finite_weights(model, torch.cat([actual.flatten(), expected.flatten()]))
         raise UnsupportedError(
             f"{name} says something else when its texts lie in memory of fixed size, as it does more than attend to "
             "keys and values. Call generate once for each prompt."
@@ -124,7 +124,6 @@ def require_trees(model: PreTrainedModel, verify: Verify) -> None:
         UnsupportedError: it cannot.
     """
     if not _tree_agrees_with_its_path(model, verify):
-        require_finite_weights(model)
         raise UnsupportedError(
             f"{type(model).__name__} cannot verify a tree of tokens: what it says of one changes with the "
             "others beside it, as its attention goes by places in the cache (a window, or biases by distance). "
@@ -159,7 +158,10 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
             f"{type(model).__name__} cannot verify a tree of tokens, as it takes no tree mask: {error}. "
             "Draft chains with tree=False."
         ) from error
-    return agree(model, verified, alone)
+    agrees = agree(model, verified, alone)
+    if not agrees:
+        require_finite_weights(model, torch.cat([verified, alone]))
+    return agrees
 
 
 def caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, DynamicCache], int]:

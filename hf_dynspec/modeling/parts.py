@@ -104,11 +104,11 @@ def placeholder_ids(config: Any) -> tuple[int, ...]:
     return tuple(sorted({one for one in ids if isinstance(one, int)}))
 
 
-def require_finite_weights(model: nn.Module) -> None:
-    """Check whether damaged weights are the reason for a model's wrong outputs.
+def require_finite_weights(model: nn.Module, outputs: torch.Tensor | None = None) -> None:
+    """Check whether damaged weights, or numbers that its dtype cannot hold, are the reason for wrong outputs.
 
     Raises:
-        UnsupportedError: a parameter holds NaN or infinity.
+        UnsupportedError: a parameter holds NaN or infinity, or its `outputs` do.
     """
     for name, one in model.named_parameters():
         if one.is_floating_point() and one.device.type != "meta" and not bool(one.isfinite().all()):
@@ -116,6 +116,10 @@ def require_finite_weights(model: nn.Module) -> None:
                 f"{type(model).__name__} holds NaN or infinity in {name}. Load it anew, and not in fp16 if it was "
                 "trained in bf16."
             )
+    if outputs is not None and not bool(outputs.isfinite().all()):
+        raise UnsupportedError(
+            f"{type(model).__name__} computes NaN or infinity in {model.dtype}. Load it in bfloat16 or float32."
+        )
 
 
 def is_plain(projection: Any) -> bool:

@@ -494,6 +494,17 @@ def test_rounding_is_no_reason_to_refuse_a_target_in_16_bits(family, monkeypatch
     assert assistant.stats.lane == "fixed memory"
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_a_target_whose_numbers_fp16_cannot_hold(tree):
+    """As Gemma 3's."""
+    target = tiny().half()
+    with torch.no_grad():
+        target.get_output_embeddings().weight.fill_(6e4)
+    with pytest.raises(UnsupportedError, match="computes NaN or infinity in torch"):
+        assistant = DynSpecAssistant(perturbed(target), target=target, tree=tree)
+        target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=8)
+
+
 def test_the_targets_memory_is_not_taken_twice(target):
     decoder = FixedDecoder(target)._module
     for name, parameter in target.model.named_parameters():
