@@ -7,15 +7,13 @@ import pytest
 import torch
 from calls import assert_same
 from command_line import invoke
-from models import EOS, VOCABULARY, perturbed, prompt, tiny, word_tokenizer
+from models import EOS, VOCABULARY, perturbed, tiny, word_tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from hf_dynspec import DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact, rebuild_policy, write_artifact
 from hf_dynspec.build.clusters import cluster_tokens, kept_clusters, neighbour_spread
-from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.protocol import VocabularyInfo
 from hf_dynspec.shortlists import RouterShortlist

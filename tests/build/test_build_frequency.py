@@ -4,17 +4,17 @@ import json
 import os
 import signal
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from command_line import invoke
 import pytest
 import torch
+from command_line import invoke
 from corpora import WORDS, make_documents, save_tokenizer, write_texts
 from stopped_commands import RUN_SLOWLY, RUN_WITH_SMALL_BATCHES, start, stop_when
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from typer.testing import CliRunner
 
 from hf_dynspec.artifacts import read_artifact, rebuild_policy
 from hf_dynspec.build import corpus as corpus_module
@@ -23,7 +23,6 @@ from hf_dynspec.build.corpus import find_corpus
 from hf_dynspec.build.frequency import Tally, count_generated, count_tokens
 from hf_dynspec.build.jobs import begin_job
 from hf_dynspec.build.ranking import byte_ids, complete_ranking, coverage, pinned_ids, rank, vocabulary_size
-from hf_dynspec.commands import app
 from hf_dynspec.errors import ConfigurationError, DynSpecError
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 
@@ -106,7 +105,7 @@ def test_a_tokenizer_that_truncates_or_has_no_fast_twin_counts_all(byte_level, t
     if kind == "truncating":
         tokenizer.backend_tokenizer.enable_truncation(3)
     # A function has nothing else of a tokenizer.
-    counting = tokenizer if kind == "truncating" else lambda texts, **settings: tokenizer(texts, **settings)
+    counting = tokenizer if kind == "truncating" else partial(tokenizer)
     count_tokens(find_corpus([tmp_path]), counting, tally)
     assert np.array_equal(tally.counts, expected_counts(byte_level, texts))
 

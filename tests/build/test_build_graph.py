@@ -8,15 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from command_line import invoke
 import pytest
 import torch
+from command_line import invoke
 from corpora import make_documents, save_tokenizer, write_texts
 from launched_processes import launch_command
 from safetensors.torch import load_file
 from stopped_commands import RUN_SLOWLY, RUN_WITH_SMALL_BATCHES, SMALL_BATCHES, start, stop_when
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from hf_dynspec.artifacts import read_artifact, read_graph, rebuild_policy, write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
@@ -26,7 +25,6 @@ from hf_dynspec.build import tokens
 from hf_dynspec.build.corpus import find_corpus
 from hf_dynspec.build.graph import BigramCounts, Pruning, build_graph, graph_coverage, special_ids
 from hf_dynspec.build.ranking import vocabulary_size
-from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError, DynSpecError
 from hf_dynspec.shortlists import CooccurrenceGraph
 from hf_dynspec.shortlists.retrieval.graph import WantedSuccessors

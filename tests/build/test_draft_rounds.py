@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from cases import representatives
+from command_line import invoke
 from draft_inputs import DraftInputs
 from eagle_heads import agreeing_head, drafter_of, random_head, soft, target_features, trimmed_head
-from command_line import invoke
 from models import VOCABULARY, perturbed, prompt, word_tokenizer
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from hf_dynspec import ArtifactError, ConfigurationError, DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact
@@ -21,7 +20,6 @@ from hf_dynspec.build.draft_rounds import RoundRecorder
 from hf_dynspec.build.recording import Recording, RecordingSettings
 from hf_dynspec.build.router_judging import HeldOutSteps
 from hf_dynspec.build.windows import Windows, sample_windows
-from hf_dynspec.commands import app
 from hf_dynspec.drafters import CausalLMDrafter, Drafter
 from hf_dynspec.evaluation.pair import generation_config
 from hf_dynspec.shortlists.router.policy import RouterShortlist
@@ -275,7 +273,9 @@ def test_the_command_trains_on_rounds(folder, drafter, tmp_path):
     stamps = [path.stat().st_mtime_ns for path in (tmp_path / "again" / "partial").glob("steps-*")]
     for changes in (["--rounds", "--temperature", "0"], []):
         other = train(folder, tmp_path / "again", *changes, drafter=drafter)
-        assert isinstance(other.exception, ConfigurationError) and "holds unfinished work of another job" in str(other.exception)
+        assert isinstance(other.exception, ConfigurationError) and "holds unfinished work of another job" in str(
+            other.exception
+        )
     again = train(folder, tmp_path / "again", "--rounds", "--temperature", "0.8", "--keep-steps", drafter=drafter)
     assert again.exit_code == 0, again.output
     assert stamps == [path.stat().st_mtime_ns for path in (tmp_path / "again" / "partial").glob("steps-*")]

@@ -19,7 +19,6 @@ from models import random_router
 from pocket import EAGLE3_LAYER_IDS, LAYERS, POCKET, TARGET_SHAPE, VOCABULARY_SIZE, target_embedding
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from typer.testing import CliRunner
 
 from hf_dynspec import (
     ArtifactError,
@@ -40,7 +39,6 @@ from hf_dynspec import (
 from hf_dynspec.artifacts import write_artifact
 from hf_dynspec.artifacts.config import DynSpecConfig, PolicyConfig
 from hf_dynspec.build.exports import shortlist_generate
-from hf_dynspec.commands import app
 from hf_dynspec.errors import counted
 from hf_dynspec.vocabulary import fingerprint_tokenizer
 

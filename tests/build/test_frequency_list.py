@@ -5,16 +5,14 @@ import pickle
 import zipfile
 from collections import Counter
 
-from command_line import invoke
 import pytest
 import torch
+from command_line import invoke
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from hf_dynspec.artifacts import read_artifact
 from hf_dynspec.build.frequency_list import import_frequency_list
-from hf_dynspec.commands import app
 from hf_dynspec.errors import ArtifactError, ConfigurationError
 
 

@@ -8,18 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from command_line import invoke
 import pytest
 import torch
 from accelerate import Accelerator
 from calls import assert_same
 from cases import pairwise, representatives
+from command_line import invoke
 from draft_inputs import DraftInputs
 from eagle_heads import random_head
 from launched_processes import launch_command
@@ -27,7 +27,6 @@ from models import BOS, VOCABULARY, perturbed, prompt, random_router, tiny, word
 from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from hf_dynspec import ConfigurationError, CoralShortlist, DynSpecAssistant
 from hf_dynspec.artifacts import read_artifact
@@ -38,7 +37,6 @@ from hf_dynspec.build.router_judging import HeldOutSteps
 from hf_dynspec.build.router_training import RouterTraining, TrainingSettings, TrainingState
 from hf_dynspec.build.tokens import prefix_ids
 from hf_dynspec.build.windows import Windows, kept_windows, sample_windows
-from hf_dynspec.commands import app
 from hf_dynspec.drafters import EagleDrafter, as_drafter
 from hf_dynspec.protocol import VocabularyInfo
 from hf_dynspec.shortlists.router import Router, RouterShortlist
@@ -638,8 +636,10 @@ REFUSED = [
     ("--num-clusters 5000", "301"),
     ("--temperature -1", "temperature must be a number of at least 0"),
 ]
-NOT_CORAL = [(f"{option} {value}", f"{option} is not for --method coral") for option, value in
-             (("--pinned", 10), ("--hidden", 512), ("--schedule", "fixed"), ("--mass", 1))]
+NOT_CORAL = [
+    (f"{option} {value}", f"{option} is not for --method coral")
+    for option, value in (("--pinned", 10), ("--hidden", 512), ("--schedule", "fixed"), ("--mass", 1))
+]
 
 
 @pytest.mark.parametrize(
