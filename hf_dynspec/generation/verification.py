@@ -22,7 +22,7 @@ from ..devices import is_host_memory
 from ..drafting.draft_processors import looks_at_set_only
 from ..drafting.processors import divide, looks_at_values_only, may_keep_state
 from ..errors import TargetError
-from ..kernels import argmax_rows, top_k_ids
+from ..kernels import argmax_rows, best_ids, top_k_ids
 from ..protocol import Candidates, SparseDistribution
 from .acceptance import NO_TOKEN, draw_alone, draw_along, draw_among, draw_at, weights_of
 
@@ -60,11 +60,12 @@ class BestTokens:
         self._ids: torch.Tensor | None = None
 
     def ids(self, count: int) -> torch.Tensor:
-        """int64 `[k + 1, min(count, V)]`: the most probable tokens of each row, in descending order."""
+        """int64 `[k + 1, min(count, V)]`: the most probable tokens of each row, in descending order. The first is
+        `torch.argmax`'s."""
         if self._ids is None or self._ids.shape[1] < count:
             count_of_all = min(max(count, self._most), self._logits.shape[1])
             is_one = count_of_all == 1
-            self._ids = argmax_rows(self._logits)[:, None] if is_one else top_k_ids(self._logits, count_of_all)
+            self._ids = argmax_rows(self._logits)[:, None] if is_one else best_ids(self._logits, count_of_all)
         return self._ids[:, :count]
 
 

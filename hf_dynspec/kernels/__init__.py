@@ -34,6 +34,7 @@ __all__ = [
     "TiledFactor",
     "argmax_rows",
     "argmax_rows_for",
+    "best_ids",
     "best_rows_for",
     "block_scores",
     "block_scores_for",
@@ -141,3 +142,8 @@ def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
 def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
     """`reference.argmax_rows`, by the implementation for the scores' device."""
     return argmax_rows_for(scores.device)(scores)
+
+
+def best_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """`reference.best_ids`, by the implementation for the scores' device."""
+    return (cpu_top_k if scores.device.type == "cpu" else reference).best_ids(scores, k)

@@ -35,6 +35,12 @@ def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
     return reference.top_k_ids(scores, k) if ids is None else ids
 
 
+def best_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """`reference.best_ids`, compiled likewise."""
+    ids = _compiled_top_k(scores, k)
+    return reference.best_ids(scores, k) if ids is None else ids
+
+
 def argmax_rows(scores: torch.Tensor) -> torch.Tensor:
     """`reference.argmax_rows`, compiled likewise."""
     ids = _compiled_top_k(scores, 1) if scores.numel() >= _FEWEST_NUMBERS_OF_ARGMAX else None

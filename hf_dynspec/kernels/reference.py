@@ -152,6 +152,12 @@ def top_k_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
     return scores.topk(k, dim=-1).indices
 
 
+def best_ids(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """`top_k_ids` whose first column is `argmax_rows`: torch promises no order of equal scores."""
+    first, others = scores.argmax(-1, keepdim=True), top_k_ids(scores, k)
+    return torch.cat([first, torch.where(others == first, others[:, :1], others)[:, 1:]], dim=1)
+
+
 def best_rows(hidden: torch.Tensor, screen: Screen, count: int) -> torch.Tensor:
     """Choose the best rows of a low-rank factor. A row's score is its bias plus the largest of its products with the
     queries of the hidden states, summed in fp32. NaN and −inf count as the lowest finite score.
