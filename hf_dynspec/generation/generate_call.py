@@ -295,8 +295,7 @@ class GenerateCall:
         self._choice.start_round(prefix)
         with self._steady_attention:
             if plan.tree is not None:
-                draw = self._choice.draw_children if self._choice.do_sample else None
-                self._candidates = self._session.draft_tree(prefix, plan.tree, plan.steps, draw)
+                self._candidates = self._session.draft_tree(prefix, plan.tree, plan.steps, self._choice)
             else:
                 stop_rule = self._scheduler.stop_rule(self._choice)
                 read = self._read() if self._assistant.drafter.reads_cache else None
