@@ -18,6 +18,8 @@ _RULES = {
     "assistant_confidence_threshold": (Share(or_nothing=True), 0.0),
     "num_assistant_tokens_schedule": (OneOf(("constant", "heuristic", "heuristic_transient")), "constant"),
 }
+# Their names.
+SETTINGS = tuple(_RULES)
 
 
 def as_tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
@@ -36,8 +38,11 @@ def as_tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
     return TreeConfig() if tree else None
 
 
-def drafting_config(drafter: Any, tokens: int | str | None, threshold: float | None) -> GenerationConfig:
+def drafting_config(
+    drafter: Any, tokens: int | str | None, threshold: float | None
+) -> tuple[GenerationConfig, dict[str, Any]]:
     """A generation configuration with the settings of drafting: the given ones, else the drafter's own, else defaults.
+    And those of them that are defaults.
 
     Args:
         drafter: a model whose own generation configuration may have some settings.
@@ -50,12 +55,13 @@ def drafting_config(drafter: Any, tokens: int | str | None, threshold: float | N
     own = getattr(drafter, "generation_config", None)
     config = copy.deepcopy(own) if isinstance(own, GenerationConfig) else GenerationConfig()
     given = {"num_assistant_tokens": tokens, "assistant_confidence_threshold": threshold}
-    for name, (_, default) in _RULES.items():
-        choices = (given.get(name), getattr(config, name, None), default)
-        setattr(config, name, next(choice for choice in choices if choice is not None))
+    for name, value in given.items():
+        setattr(config, name, getattr(config, name, None) if value is None else value)
+    defaults = {name: default for name, (_, default) in _RULES.items() if getattr(config, name, None) is None}
+    vars(config).update(defaults)
     # The drafter's own file may hold anything.
     require_drafting_settings(config)
-    return config
+    return config, defaults
 
 
 def require_drafting_settings(config: GenerationConfig) -> None:

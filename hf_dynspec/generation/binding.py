@@ -20,6 +20,7 @@ from ..errors import NotBoundError
 from .arguments import CallArguments, prepare_cache, prepare_stop_strings, take_healer
 from .batch import NotInRounds, check_batch, generate_batch, takes_fixed_memory, why_general
 from .bindable import HOW_TO_BIND, Bindable
+from .call_settings import for_call
 from .candidate_generator import DynSpecCandidateGenerator
 from .decoding import decode
 from .refusals import check_call, check_method
@@ -115,6 +116,8 @@ class TargetHook:
             return inner(*args, **kwargs)
         settings = arguments.resolved(target)
         check_call(target, arguments, settings)
+        own = target.generation_config
+        assistant = for_call(assistant, lambda name: arguments.given(name, own), own)
         prepare_cache(target, arguments)
         is_asked = takes_fixed_memory(arguments, settings)
         if is_asked:
@@ -142,7 +145,16 @@ class TargetHook:
         assistant = kwargs.get("assistant_model")
         if not isinstance(assistant, Bindable) or self.forward_of(assistant.owner) is None:
             return self._inner("_get_candidate_generator")(*args, **kwargs)
-        check_method(kwargs["generation_config"])
+        config, own = kwargs["generation_config"], self._target().generation_config
+        check_method(config)
+        # transformers has filled in its defaults, which cannot be told from the same values of a caller.
+        filled = own._get_default_generation_params()
+
+        def given(name: str) -> Any:
+            value = getattr(config, name, None)
+            return None if value in (filled.get(name), getattr(own, name, None)) else value
+
+        assistant = for_call(assistant, given, own)
         names = ("input_ids", "generation_config", "logits_processor", "model_kwargs")
         return DynSpecCandidateGenerator(assistant, **{name: kwargs[name] for name in names})
 
