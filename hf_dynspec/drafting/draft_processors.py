@@ -122,8 +122,7 @@ def looks_at_set_only(processor: object) -> bool:
 
 
 def _are_held(seen: torch.Tensor, paths: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """bool `[w, width]`: whether each of these tokens, int64 `[width]`, is marked in `seen`, bool `[V + 1]`, or on a
-    path, int64 `[w, m]`."""
+    """bool `[w, width]`: which tokens, int64 `[width]`, are marked in `seen`, `[V + 1]`, or on paths, `[w, m]`."""
     return seen.repeat(paths.shape[0], 1).scatter_(1, paths, True).index_select(1, slots)
 
 

@@ -131,18 +131,8 @@ class TokenChoice:
     def draw_children(
         self, logits: torch.Tensor, shortlist: Shortlist, paths: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Draw children of the nodes that a draft step of a tree expands.
-
-        Args:
-            logits: fp32 `[w, width]`: the drafter's.
-            shortlist: of the draft step.
-            paths: int64 `[w, depth]`: the tokens on the way to each node, if a processor looks at token ids.
-            count: the number of children for each.
-
-        Returns:
-            The token ids and probabilities that they are drawn from (see `protocol.Draws`), and their columns in
-            these, int64 `[w, c]`, in the order of the draws.
-        """
+        """Draw `count` children of each node: see `trees.grow`. Returns the token ids and probabilities that they are
+        drawn from (see `protocol.Draws`), and their columns in these, int64 `[w, c]`, in the order of the draws."""
         columns, logits = self._process_by_value(self.process_by_id(logits, shortlist, paths))
         probabilities = logits.softmax(-1)
         if columns is None:
@@ -168,9 +158,7 @@ class TokenChoice:
         slots, processed = shortlist.scored_slots, logits
         self._context.set_paths(paths)
         for one in self._by_id:
-            if looks_at_values_only(one):
-                processed = one(self._no_tokens, processed)
-            else:
-                processed = one(processed, slots, self._context)
+            is_by_value = looks_at_values_only(one)
+            processed = one(self._no_tokens, processed) if is_by_value else one(processed, slots, self._context)
         # Processors may forbid every token of a small shortlist. One is drafted all the same; the target rejects it.
         return torch.where((processed > -torch.inf).any(-1, keepdim=True), processed, logits)

@@ -188,8 +188,8 @@ def grow(
         logits: fp32 `[w, width]`: the drafter's, at the frontier's nodes.
         shortlist: of the draft step.
         paths: int64 `[w, depth]`: the tokens on the way to each of these nodes, if a processor looks at token ids.
-        choice: processes the logits, and draws children for a `DrawnTreeGrowth`. For the most probable children, the
-            processors after the last one that looks at token ids are left out: a top-k would leave no alternatives.
+        choice: draws children, or processes the logits of which the most probable are the children. Those that look
+            at values only, and come last, are left out then: a top-k would leave no alternatives.
 
     Returns:
         The next frontier's tokens, int64 `[f]`, the row of each one's parent in the old frontier, and its paths.

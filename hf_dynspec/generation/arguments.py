@@ -62,11 +62,6 @@ class CallArguments:
         """A setting that the caller passed, by keyword or in a configuration."""
         return self.kwargs.get(name, getattr(self.get("generation_config"), name, None))
 
-    def given(self, name: str, own: GenerationConfig) -> Any:
-        """A setting that was passed for this call: no setting of a configuration that copies the target's `own`."""
-        value, of_config = self.kwargs.get(name), getattr(self.get("generation_config"), name, None)
-        return of_config if value is None and of_config != getattr(own, name, None) else value
-
     def set(self, name: str, value: Any) -> None:
         """Pass another value."""
         place = self._place(name)

@@ -116,8 +116,8 @@ class TargetHook:
             return inner(*args, **kwargs)
         settings = arguments.resolved(target)
         check_call(target, arguments, settings)
-        own = target.generation_config
-        assistant = for_call(assistant, lambda name: arguments.given(name, own), own)
+        config = arguments.get("generation_config")
+        assistant = for_call(assistant, target.generation_config, config, arguments.kwargs)
         prepare_cache(target, arguments)
         is_asked = takes_fixed_memory(arguments, settings)
         if is_asked:
@@ -148,13 +148,9 @@ class TargetHook:
         config, own = kwargs["generation_config"], self._target().generation_config
         check_method(config)
         # transformers has filled in its defaults, which cannot be told from the same values of a caller.
-        filled = own._get_default_generation_params()
-
-        def given(name: str) -> Any:
-            value = getattr(config, name, None)
-            return None if value in (filled.get(name), getattr(own, name, None)) else value
-
-        assistant = for_call(assistant, given, own)
+        filled = own._get_default_generation_params().items()
+        unknown = {name: None for name, value in filled if getattr(config, name, None) == value}
+        assistant = for_call(assistant, own, types.SimpleNamespace(**{**vars(config), **unknown}), {})
         names = ("input_ids", "generation_config", "logits_processor", "model_kwargs")
         return DynSpecCandidateGenerator(assistant, **{name: kwargs[name] for name in names})
 

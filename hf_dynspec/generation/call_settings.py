@@ -1,7 +1,7 @@
 """Settings of drafting that one call has of its own."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationConfig
@@ -11,72 +11,53 @@ from ..errors import UnsupportedError
 from ..tree_config import AUTO
 from .bindable import Bindable
 
-_ANOTHER_TOKENIZER = "a drafter with another tokenizer, and this assistant's drafter has the target's"
-# Arguments that say how another kind of drafter drafts.
-_OF_OTHERS = {
-    "assistant_tokenizer": _ANOTHER_TOKENIZER,
-    "assistant_lookbehind": _ANOTHER_TOKENIZER,
-    "target_lookbehind": _ANOTHER_TOKENIZER,
-    "max_matching_ngram_size": "prompt lookup, another way of drafting",
-    "is_assistant": "drafters in transformers' own assisted generation",
+_OF_OTHERS: dict[str, str] = {
+    **dict.fromkeys(("assistant_tokenizer", "assistant_lookbehind", "target_lookbehind"), "with another tokenizer"),
+    "max_matching_ngram_size": "that look up the prompt",
+    "is_assistant": "of transformers' own",
 }
 
 
-class WithSettings:
-    """An assistant, or a conversation with one, that has other settings of drafting for one call.
-
-    Args:
-        assistant: has everything else.
-        settings: in place of its `generation_config`.
-    """
+class _WithSettings:
+    """An assistant, or a conversation with one, that has other settings of drafting for one call."""
 
     def __init__(self, assistant: Bindable, settings: GenerationConfig):
         self._assistant, self.generation_config = assistant, settings
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._assistant, name)
-
-    @property
-    def owner(self) -> Any:
-        """See `Bindable.owner`."""
-        return self if self._assistant.owner is self._assistant else self._assistant.owner
+        return self if name == "owner" and self._assistant.owner is self._assistant else getattr(self._assistant, name)
 
     def open_call(self) -> Any:
-        """See `Bindable.open_call`."""
         call = self._assistant.open_call()
         call.settings = self.generation_config
         return call
 
 
-def for_call(assistant: Bindable, given: Callable[[str], Any], own: GenerationConfig) -> Any:
-    """The assistant with the settings of a call: those that it was given, else the assistant's, and in place of the
-    defaults, which nobody gave the assistant, the target's own.
+def for_call(assistant: Bindable, own: GenerationConfig, config: Any, keywords: Mapping[str, Any]) -> Any:
+    """The assistant with the settings of a call: those that were passed, else the assistant's, and in place of the
+    defaults, which nobody gave the assistant, the target's own. Raises UnsupportedError or ConfigurationError, which
+    name the setting, if it is not for this assistant, mistyped or out of range.
 
     Args:
         assistant: an assistant, or a conversation with one.
-        given: a setting of the call by its name (None: it was not given).
-        own: the target's own configuration.
-
-    Raises:
-        UnsupportedError: names what the assistant has no use for, and the way out.
-        ConfigurationError: a setting is mistyped or out of range.
+        own: the target's own configuration. A passed one may be a copy of it, and then asks for nothing more.
+        config, keywords: what was passed: a configuration or None, and arguments.
     """
-    for name, purpose in _OF_OTHERS.items():
-        if given(name) is not None:
-            raise UnsupportedError(f"{name} is for {purpose}: leave {name} out.")
-    before, owner = assistant.generation_config, assistant.owner
-    asked = {name: given(name) for name in SETTINGS if given(name) is not None}
-    for name, value in asked.items():
+    passed = {name: getattr(config, name, None) for name in (*SETTINGS, *_OF_OTHERS)}
+    passed = {name: value for name, value in passed.items() if value != getattr(own, name, None)} | dict(keywords)
+    for name, kind in _OF_OTHERS.items():
+        if passed.get(name) is not None:
+            raise UnsupportedError(f"{name} is for drafters {kind}, which the assistant's is not: leave {name} out.")
+    owner, config = assistant.owner, copy.copy(assistant.generation_config)
+    settings = {name: passed[name] for name in SETTINGS if passed.get(name) is not None}
+    for name, value in settings.items():
         if owner.tree is not None and value not in (AUTO, "constant", 0):
             raise UnsupportedError(
-                f"{name} is for chains, and this assistant drafts trees, whose shape is assistant.tree: leave {name} "
-                "out, or set assistant.tree = False."
+                f"{name} is for chains, and assistant.tree is set: leave {name} out, or set tree=False."
             )
-    defaults = [name for name, value in owner.defaults.items() if getattr(before, name) == value]
-    settings = {name: getattr(own, name, None) for name in defaults} | asked
-    if all(value is None for value in settings.values()):
-        return assistant
-    config = copy.copy(before)
-    vars(config).update({name: value for name, value in settings.items() if value is not None})
+    for name, default in owner.defaults.items():
+        if getattr(config, name) == default and getattr(own, name, None) is not None:
+            settings.setdefault(name, getattr(own, name))
+    vars(config).update(settings)
     require_drafting_settings(config)
-    return WithSettings(assistant, config)
+    return _WithSettings(assistant, config) if settings else assistant
