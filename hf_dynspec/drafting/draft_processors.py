@@ -123,7 +123,8 @@ def looks_at_set_only(processor: object) -> bool:
 
 def _are_held(seen: torch.Tensor, paths: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """bool `[w, width]`: which tokens, int64 `[width]`, are marked in `seen`, `[V + 1]`, or on paths, `[w, m]`."""
-    return seen.repeat(paths.shape[0], 1).scatter_(1, paths, True).index_select(1, slots)
+    held = seen.repeat(paths.shape[0], 1).scatter_(1, paths, True)
+    return held.gather(1, slots.expand(len(held), -1))
 
 
 # Process the logits of a shortlist's slots: logits, fp32 [w, width], slots, int64 [width], and the context.

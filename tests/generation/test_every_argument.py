@@ -171,11 +171,6 @@ HONOURED = {
     "assistant_confidence_threshold": {1.0: 1},
     "num_assistant_tokens_schedule": {"heuristic": 15, "heuristic_transient": 15},
 }
-# Arguments of generate that neither its signature nor a configuration has.
-BESIDE = ["input_ids", "attention_mask", "position_ids", "inputs_embeds", "cache", "past_key_values"]
-BESIDE += ["tokenizer", "assistant_tokenizer", "trust_remote_code"]
-
-
 LANES = ["general, chain", "batch, tree", "general, tree", "static, chain"]
 # Each argument in two lanes by default.
 IN_TURN = [
