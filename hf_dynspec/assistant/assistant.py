@@ -30,7 +30,8 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
 
     The settings that transformers reads from an assistant's `generation_config` live in `assistant.generation_config`
     here too: `num_assistant_tokens`, `num_assistant_tokens_schedule`, `assistant_confidence_threshold`. Each is taken
-    from the constructor, else from the drafter's generation config where that sets it, else from the defaults below.
+    from the constructor, else from the drafter's generation config where that sets it, else from the target's, else
+    from the defaults below. A call may have others, by keyword or in its `generation_config`.
 
     Two `generate` calls on one assistant may run in two threads. A policy, drafter, tree or tokenizer that is assigned
     later takes effect at the next call, and is refused as it would be here. Weights of the models may change, adapters
@@ -93,7 +94,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         self._policy = as_policy(policy)
         tokens = drafter.block_size if num_assistant_tokens is None else num_assistant_tokens
         own = getattr(drafter, "model", None)
-        self.generation_config = drafting_config(own, tokens, assistant_confidence_threshold)
+        self.generation_config, self.defaults = drafting_config(own, tokens, assistant_confidence_threshold)
         self._tree = as_tree_config(tree)
         self._drafter = drafter
         self._given_tokenizer = tokenizer

@@ -1,8 +1,8 @@
 """Twins of transformers' logits processors for draft steps, which process the slots of a shortlist only.
 
 A processor of transformers reads and writes a row of the whole vocabulary, which takes longer than the rest of a draft
-step. The twins do the same to the logits of a shortlist, from tables that are made once a call. They leave out bans of
-several tokens in a row, which costs acceptance and never exactness.
+step. The twins do the same to the logits of a shortlist, at all nodes of a tree's level at once; a chain has one node
+at each. They leave out bans of several tokens in a row, which costs acceptance and never exactness.
 """
 
 from collections.abc import Callable
@@ -36,50 +36,47 @@ class DraftContext:
     def __init__(self, vocabulary_rows: int, padding: int, device: torch.device):
         self._padding = padding
         self._prefix = torch.empty(0, dtype=torch.int64, device=device)
-        self._path = self._prefix
+        self._paths = self._prefix.unsqueeze(0)
         # By start position: the tokens that the verified text holds from there on, and how much of it was read so far.
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
-        # All False except while `are_among` runs; one entry more than there are tokens.
-        self._marks = torch.zeros(vocabulary_rows + 1, dtype=torch.bool, device=device)
+        # One entry more than there are tokens.
+        self._none = torch.zeros(vocabulary_rows + 1, dtype=torch.bool, device=device)
 
     def start_round(self, prefix: torch.Tensor) -> None:
         """Set the verified tokens, int64 `[n]`, without padding. They only ever grow."""
         self._prefix = prefix
 
-    def set_path(self, drafted: list[torch.Tensor]) -> None:
-        """Set the tokens, each int64 `[m]`, that were drafted between the verified ones and a draft step."""
-        self._path = torch.cat(drafted) if drafted else self._prefix[:0]
+    def set_paths(self, paths: torch.Tensor) -> None:
+        """Set the tokens, int64 `[w, m]`, that were drafted between the verified ones and each node of a step."""
+        self._paths = paths
 
     @property
     def length(self) -> int:
-        """The number of tokens, padding included."""
-        return self._padding + self._prefix.shape[0] + self._path.shape[0]
+        """The number of tokens before a node, padding included."""
+        return self._padding + self._prefix.shape[0] + self._paths.shape[1]
 
-    def tokens(self) -> torch.Tensor:
-        """int64 `[n]`: all tokens except padding."""
-        return torch.cat([self._prefix, self._path])
+    def texts(self) -> torch.Tensor:
+        """int64 `[w, n + m]`: all tokens before each node except padding."""
+        return torch.cat([self._prefix.expand(self._paths.shape[0], -1), self._paths], dim=1)
 
     def holds(self, slots: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """bool, of the shape of `slots`: whether each of these tokens occurs from position `start` on, which counts
-        padding."""
+        """bool `[w, width]`: whether each of these tokens, int64 `[width]`, occurs before each node, from position
+        `start` on, which counts padding."""
         begin = max(0, start - self._padding)
-        seen, known = self._seen.get(begin) or (torch.zeros_like(self._marks), begin)
+        seen, known = self._seen.get(begin) or (self._none.clone(), begin)
         seen.index_fill_(0, self._prefix[known:], True)
         self._seen[begin] = seen, max(begin, self._prefix.shape[0])
-        return _are_held(seen, self._path, slots)
+        return _are_held(seen, self._paths, slots)
 
     def are_among(self, slots: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """bool, of the shape of `slots`: whether each of these tokens is one of `token_ids`, int64 `[m]`, which may
+        """bool `[w, width]`: whether each of these tokens is one of each row of `token_ids`, int64 `[w, m]`, which may
         hold `no_token`."""
-        self._marks.index_fill_(0, token_ids, True)
-        is_among = self._marks.index_select(0, slots)
-        self._marks.index_fill_(0, token_ids, False)
-        return is_among
+        return _are_held(self._none, token_ids, slots)
 
     @property
     def no_token(self) -> int:
         """An id for `are_among` that equals no token."""
-        return self._marks.shape[0] - 1
+        return self._none.shape[0] - 1
 
 
 class SeenTokens:
@@ -95,7 +92,7 @@ class SeenTokens:
         self._every = torch.arange(vocabulary_rows, device=device)
         # One entry more than there are tokens, for no token.
         self._seen = torch.zeros(vocabulary_rows + 1, dtype=torch.bool, device=device)
-        self._path = self._every[:0]
+        self._paths = self._every[:0].unsqueeze(0)
 
     def begin(self, text: torch.Tensor) -> None:
         """Begin a text, int64 `[n]`."""
@@ -106,13 +103,13 @@ class SeenTokens:
         """Add verified tokens, int64 `[n]`. Ids past the largest one are none."""
         self._seen.index_fill_(0, token_ids.clamp_max(self._every.shape[0]), True)
 
-    def set_path(self, drafted: list[torch.Tensor]) -> None:
-        """See `DraftContext.set_path`."""
-        self._path = torch.cat(drafted) if drafted else self._every[:0]
+    def set_paths(self, paths: torch.Tensor) -> None:
+        """See `DraftContext.set_paths`."""
+        self._paths = paths
 
     def holds(self, slots: torch.Tensor, start: int = 0) -> torch.Tensor:
         """See `DraftContext.holds`; `start` is 0."""
-        return _are_held(self._seen, self._path, slots)
+        return _are_held(self._seen, self._paths, slots)
 
     def ids(self, one: torch.Tensor) -> torch.Tensor:
         """int64 `[1, V]`: all verified tokens, in the places of others one of them, int64 `[1]`, once more."""
@@ -124,18 +121,13 @@ def looks_at_set_only(processor: object) -> bool:
     return type(processor) is RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None
 
 
-def _are_held(seen: torch.Tensor, path: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """bool, of the shape of `slots`: whether each of these tokens is marked in `seen`, bool `[V + 1]`, or on a path,
-    int64 `[m]`."""
-    before = seen.index_select(0, path)
-    seen.index_fill_(0, path, True)
-    is_held = seen.index_select(0, slots)
-    # Equal tokens of a path have the same entry before it.
-    seen.index_copy_(0, path, before)
-    return is_held
+def _are_held(seen: torch.Tensor, paths: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """bool `[w, width]`: which tokens, int64 `[width]`, are marked in `seen`, `[V + 1]`, or on paths, `[w, m]`."""
+    held = seen.repeat(paths.shape[0], 1).scatter_(1, paths, True)
+    return held.gather(1, slots.expand(len(held), -1))
 
 
-# Process the logits of a shortlist's slots: logits, fp32 [width], slots, int64 [width], and the context.
+# Process the logits of a shortlist's slots: logits, fp32 [w, width], slots, int64 [width], and the context.
 _Twin = Callable[[Any, torch.Tensor, torch.Tensor, DraftContext], torch.Tensor]
 
 
@@ -164,12 +156,12 @@ def _penalise_repetition(
 def _ban_repeated_ngrams(
     processor: NoRepeatNGramLogitsProcessor, logits: torch.Tensor, slots: torch.Tensor, context: DraftContext
 ) -> torch.Tensor:
-    tokens, size = context.tokens(), processor.ngram_size
-    if tokens.shape[0] < size:
+    tokens, size = context.texts(), processor.ngram_size
+    if tokens.shape[1] < size:
         return logits
-    ngrams = tokens.unfold(0, size, 1)
-    goes_on_alike = (ngrams[:, :-1] == tokens[tokens.shape[0] - size + 1 :]).all(1)
-    banned = torch.where(goes_on_alike, ngrams[:, -1], context.no_token)
+    ngrams = tokens.unfold(1, size, 1)
+    goes_on_alike = (ngrams[..., :-1] == tokens[:, None, tokens.shape[1] - size + 1 :]).all(-1)
+    banned = torch.where(goes_on_alike, ngrams[..., -1], context.no_token)
     return logits.masked_fill(context.are_among(slots, banned), -torch.inf)
 
 
@@ -187,7 +179,7 @@ def _suppress(
 ) -> torch.Tensor:
     suppressed = torch.as_tensor(processor.suppress_tokens, device=slots.device)
     suppressed = suppressed.where((suppressed >= 0) & (suppressed < context.no_token), context.no_token)
-    return logits.masked_fill(context.are_among(slots, suppressed), -torch.inf)
+    return logits.masked_fill(context.are_among(slots, suppressed.unsqueeze(0)), -torch.inf)
 
 
 def _ban_end_before(

@@ -16,7 +16,8 @@ from ..stats import DraftingStatistics, Stopwatch
 from ..tree_config import TreeConfig
 from .guards import closes_on_error, while_weights_stand
 from .selector import Selector, rows_of, start_selectors
-from .trees import DrawChildren, DrawnTreeGrowth, TreeGrowth, candidates_of, grow
+from .token_choice import TokenChoice
+from .trees import DrawnTreeGrowth, TreeGrowth, candidates_of, grow
 from .unread_features import UnreadFeatures
 
 # Turns the logits of a draft step, fp32 [width], into a token, int64 [1], given its shortlist and the tokens drafted
@@ -227,22 +228,20 @@ class DraftSession:
 
     @closes_on_error
     @while_weights_stand
-    def draft_tree(
-        self, prefix: torch.Tensor, config: TreeConfig, most: int, draw: DrawChildren | None = None
-    ) -> Candidates:
+    def draft_tree(self, prefix: torch.Tensor, config: TreeConfig, most: int, choice: TokenChoice) -> Candidates:
         """Draft a dynamic tree of the most probable tokens (EAGLE-2, section 4), or of drawn ones (`DrawnTreeGrowth`).
 
         Args:
             prefix: as for `draft_chain`.
             config: the shape of the tree.
             most: the longest path that can be used, at least 1.
-            draw: draws the children of nodes (None: the most probable tokens are the children).
+            choice: draws the children of nodes, or processes the logits of which the most probable are the children.
         """
         levels = min(config.depth + 1, most)
-        if draw is not None:
+        if choice.do_sample:
             # Every level of a drawn tree has its share of the nodes.
             levels = min(levels, config.total_tokens - 1)
-        growth = TreeGrowth(config) if draw is None else DrawnTreeGrowth(config, levels)
+        growth = DrawnTreeGrowth(config, levels) if choice.do_sample else TreeGrowth(config)
         hidden, fresh, parents = self._advance(prefix)[-1:], prefix[-1:], None
         paths = prefix.new_empty(1, 0)
         shortlists = []
@@ -253,7 +252,7 @@ class DraftSession:
             shortlist, logits = self._score(depth, fresh, hidden)
             shortlists.append(shortlist)
             with self.stopwatch.section("choice"):
-                fresh, parents, paths = grow(growth, logits, shortlist, paths, draw)
+                fresh, parents, paths = grow(growth, logits, shortlist, paths, choice)
         with self.stopwatch.section("choice"):
             candidates = candidates_of(growth, shortlists)
         return self._keep(candidates)

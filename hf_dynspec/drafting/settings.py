@@ -13,7 +13,7 @@ from ..tree_config import NUM_ASSISTANT_TOKENS, TreeConfig
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
 # By name in a generation configuration: the rule, and the default.
-_RULES = {
+SETTINGS = {
     "num_assistant_tokens": (NUM_ASSISTANT_TOKENS, DEFAULT_NUM_ASSISTANT_TOKENS),
     "assistant_confidence_threshold": (Share(or_nothing=True), 0.0),
     "num_assistant_tokens_schedule": (OneOf(("constant", "heuristic", "heuristic_transient")), "constant"),
@@ -36,8 +36,8 @@ def as_tree_config(tree: bool | TreeConfig) -> TreeConfig | None:
     return TreeConfig() if tree else None
 
 
-def drafting_config(drafter: Any, tokens: int | str | None, threshold: float | None) -> GenerationConfig:
-    """A generation configuration with the settings of drafting: the given ones, else the drafter's own, else defaults.
+def drafting_config(drafter: Any, tokens: int | str | None, threshold: float | None) -> tuple[GenerationConfig, dict]:
+    """The settings of drafting: the given ones, else the drafter's own, else defaults. And these defaults, by name.
 
     Args:
         drafter: a model whose own generation configuration may have some settings.
@@ -50,12 +50,12 @@ def drafting_config(drafter: Any, tokens: int | str | None, threshold: float | N
     own = getattr(drafter, "generation_config", None)
     config = copy.deepcopy(own) if isinstance(own, GenerationConfig) else GenerationConfig()
     given = {"num_assistant_tokens": tokens, "assistant_confidence_threshold": threshold}
-    for name, (_, default) in _RULES.items():
-        choices = (given.get(name), getattr(config, name, None), default)
-        setattr(config, name, next(choice for choice in choices if choice is not None))
+    vars(config).update({name: value for name, value in given.items() if value is not None})
+    defaults = {name: default for name, (_, default) in SETTINGS.items() if getattr(config, name, None) is None}
+    vars(config).update(defaults)
     # The drafter's own file may hold anything.
     require_drafting_settings(config)
-    return config
+    return config, defaults
 
 
 def require_drafting_settings(config: GenerationConfig) -> None:
@@ -64,7 +64,7 @@ def require_drafting_settings(config: GenerationConfig) -> None:
     Raises:
         ConfigurationError: a setting is mistyped or out of range.
     """
-    for name, (rule, default) in _RULES.items():
+    for name, (rule, default) in SETTINGS.items():
         value = getattr(config, name)
         value = default if value is None else value
         if not rule.allows(value):

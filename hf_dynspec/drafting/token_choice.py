@@ -71,7 +71,8 @@ class TokenChoice:
     ) -> tuple[torch.Tensor, torch.Tensor, SparseDistribution | None]:
         """See `session.ChooseToken`."""
         if self._by_id:
-            logits = self._process_by_id(logits, shortlist, drafted)
+            path = torch.cat(drafted) if drafted else self._no_tokens[0]
+            logits = self.process_by_id(logits.unsqueeze(0), shortlist, path.unsqueeze(0))[0]
         if not self.do_sample:
             if self._by_value:
                 logits = self._by_value(self._no_tokens, logits.unsqueeze(0))[0]
@@ -130,14 +131,9 @@ class TokenChoice:
     def draw_children(
         self, logits: torch.Tensor, shortlist: Shortlist, paths: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `trees.DrawChildren`.
-
-        Processors that look at token ids process one node at a time, each with its own path.
-        """
-        if self._by_id:
-            nodes = zip(logits.unbind(0), paths.unbind(0), strict=True)
-            logits = torch.stack([self._process_by_id(row, shortlist, [path]) for row, path in nodes])
-        columns, logits = self._process_by_value(logits)
+        """Draw `count` children of each node: see `trees.grow`. Returns the token ids and probabilities that they are
+        drawn from (see `protocol.Draws`), and their columns in these, int64 `[w, c]`, in the order of the draws."""
+        columns, logits = self._process_by_value(self.process_by_id(logits, shortlist, paths))
         probabilities = logits.softmax(-1)
         if columns is None:
             token_ids = shortlist.scored_slots.expand(logits.shape[0], -1)
@@ -154,14 +150,15 @@ class TokenChoice:
             logits = logits.gather(1, columns)
         return columns, self._by_value(self._no_tokens, logits) if self._by_value else logits
 
-    def _process_by_id(self, logits: torch.Tensor, shortlist: Shortlist, drafted: list[torch.Tensor]) -> torch.Tensor:
-        """Apply processors that need to know which token a logit belongs to, fp32 `[width]`."""
+    def process_by_id(self, logits: torch.Tensor, shortlist: Shortlist, paths: torch.Tensor) -> torch.Tensor:
+        """Apply processors that need to know which token a logit belongs to, fp32 `[w, width]`, and what was drafted
+        before each row, int64 `[w, depth]`."""
+        if not self._by_id:
+            return logits
         slots, processed = shortlist.scored_slots, logits
-        self._context.set_path(drafted)
+        self._context.set_paths(paths)
         for one in self._by_id:
-            if looks_at_values_only(one):
-                processed = one(self._no_tokens, processed.unsqueeze(0))[0]
-            else:
-                processed = one(processed, slots, self._context)
+            is_by_value = looks_at_values_only(one)
+            processed = one(self._no_tokens, processed) if is_by_value else one(processed, slots, self._context)
         # Processors may forbid every token of a small shortlist. One is drafted all the same; the target rejects it.
-        return torch.where((processed > -torch.inf).any(), processed, logits)
+        return torch.where((processed > -torch.inf).any(-1, keepdim=True), processed, logits)

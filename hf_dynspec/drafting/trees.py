@@ -4,18 +4,14 @@ Every function works on whole levels of a tree, not node by node, and none waits
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..kernels import top_k_ids
 from ..protocol import Candidates, Draws, Shortlist
 from ..tree_config import TreeConfig
-
-# Draws children of the nodes that a draft step expands. Takes their logits, fp32 [w, width], the shortlist, the paths
-# to them, int64 [w, depth], and the number of children for each. Returns the token ids and probabilities that they are
-# drawn from (see `protocol.Draws`), and their columns in these, int64 [w, c], in the order of the draws.
-DrawChildren = Callable[[torch.Tensor, Shortlist, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+from .token_choice import TokenChoice
 
 # Later drawn children are rarely reached and rarely accepted: the tenth child was accepted in one case of fifty when
 # it was reached (the measurement is that of `chances_of_draws`).
@@ -183,7 +179,7 @@ def grow(
     logits: torch.Tensor,
     shortlist: Shortlist,
     paths: torch.Tensor,
-    draw: DrawChildren | None,
+    choice: TokenChoice,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add a level to a tree.
 
@@ -191,18 +187,23 @@ def grow(
         growth: the tree.
         logits: fp32 `[w, width]`: the drafter's, at the frontier's nodes.
         shortlist: of the draft step.
-        paths: int64 `[w, depth]`: the tokens on the way to each of these nodes, if children are drawn.
-        draw: draws them, for a `DrawnTreeGrowth`.
+        paths: int64 `[w, depth]`: the tokens on the way to each of these nodes, if a processor looks at token ids.
+        choice: draws children, or processes the logits of which the most probable are the children. Those that look
+            at values only, and come last, are left out then: a top-k would leave no alternatives.
 
     Returns:
         The next frontier's tokens, int64 `[f]`, the row of each one's parent in the old frontier, and its paths.
     """
-    if draw is None:
+    if isinstance(growth, DrawnTreeGrowth):
+        children = choice.draw_children(logits, shortlist, paths, growth.most_children)
+    else:
+        logits = choice.process_by_id(logits, shortlist, paths)
         best = top_k_ids(logits, min(growth.most_children, shortlist.width))
-        log_probabilities = logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
-        return *growth.add_level(shortlist.ids_at(best), log_probabilities), paths
-    fresh, parents = growth.add_level(*draw(logits, shortlist, paths, growth.most_children))
-    return fresh, parents, torch.cat([paths.index_select(0, parents), fresh.unsqueeze(1)], dim=1)
+        children = shortlist.ids_at(best), logits.gather(1, best) - logits.logsumexp(-1, keepdim=True)
+    fresh, parents = growth.add_level(*children)
+    if choice.looks_at_ids:
+        paths = torch.cat([paths.index_select(0, parents), fresh.unsqueeze(1)], dim=1)
+    return fresh, parents, paths
 
 
 def candidates_of(growth: TreeGrowth | DrawnTreeGrowth, shortlists: Sequence[Shortlist]) -> Candidates:

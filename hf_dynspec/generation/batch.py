@@ -15,7 +15,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..cache_names import CACHE
 from ..drafting.guards import outside_inference_mode
-from ..drafting.settings import require_drafting_settings
 from ..errors import UnsupportedError
 from ..modeling.parts import input_device
 from .arguments import STATIC_CACHE, CallArguments
@@ -151,7 +150,6 @@ def generate_batch(
         for _ in range(copies)
     ]
     assistant.forward.require_batches()
-    require_drafting_settings(assistant.generation_config)
     texts = [
         Text(target, one, assistant.measure_coverage, media[number // copies]) for number, one in enumerate(prepared)
     ]

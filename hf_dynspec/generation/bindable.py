@@ -67,6 +67,7 @@ class Assistant(Bindable):
 
     Attributes:
         generation_config: the settings of drafting, which may be assigned between calls.
+        defaults: those that nobody gave the assistant, with the values that they had at first.
         policy: makes the shortlists.
         drafter: the drafter.
         tree: the shape of the trees to draft, or None for chains.
@@ -80,6 +81,7 @@ class Assistant(Bindable):
     """
 
     generation_config: GenerationConfig
+    defaults: dict[str, Any]
     policy: ShortlistPolicy
     drafter: Drafter
     tree: TreeConfig | None

@@ -20,6 +20,7 @@ from ..errors import NotBoundError
 from .arguments import CallArguments, prepare_cache, prepare_stop_strings, take_healer
 from .batch import NotInRounds, check_batch, generate_batch, takes_fixed_memory, why_general
 from .bindable import HOW_TO_BIND, Bindable
+from .call_settings import for_call
 from .candidate_generator import DynSpecCandidateGenerator
 from .decoding import decode
 from .refusals import check_call, check_method
@@ -115,6 +116,8 @@ class TargetHook:
             return inner(*args, **kwargs)
         settings = arguments.resolved(target)
         check_call(target, arguments, settings)
+        config = arguments.get("generation_config")
+        assistant = for_call(assistant, target.generation_config, config, arguments.kwargs)
         prepare_cache(target, arguments)
         is_asked = takes_fixed_memory(arguments, settings)
         if is_asked:
@@ -142,7 +145,12 @@ class TargetHook:
         assistant = kwargs.get("assistant_model")
         if not isinstance(assistant, Bindable) or self.forward_of(assistant.owner) is None:
             return self._inner("_get_candidate_generator")(*args, **kwargs)
-        check_method(kwargs["generation_config"])
+        config, own = kwargs["generation_config"], self._target().generation_config
+        check_method(config)
+        # transformers has filled in its defaults, which cannot be told from the same values of a caller.
+        filled = own._get_default_generation_params().items()
+        unknown = {name: None for name, value in filled if getattr(config, name, None) == value}
+        assistant = for_call(assistant, own, types.SimpleNamespace(**{**vars(config), **unknown}), {})
         names = ("input_ids", "generation_config", "logits_processor", "model_kwargs")
         return DynSpecCandidateGenerator(assistant, **{name: kwargs[name] for name in names})
 

@@ -309,8 +309,8 @@ class InRounds(Texts):
         eos, shape = assistant.scored_eos_token_ids(config), shape_of_drafts(assistant, bool(config.do_sample))
         # What a graph depends on besides the models.
         processors = tuple((type(one), repr(vars(one))) for one in texts[0].prepared.logits_processor)
-        has_media, precision = texts[0].shift is not None, torch.get_float32_matmul_precision()
-        self._key = len(texts), eos, shape, processors, precision, has_media
+        precision = torch.get_float32_matmul_precision(), torch.is_autocast_enabled(assistant.target.device.type)
+        self._key = len(texts), eos, shape, processors, precision, texts[0].shift is not None
         self._lane: FixedLane | None = assistant.take_lane(self._key)
         if self._lane is None:
             sessions = [assistant.take_session(eos) for _ in texts]

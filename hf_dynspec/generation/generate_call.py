@@ -46,6 +46,7 @@ class GenerateCall:
         keeps_session: the session goes on with a longer text in another call.
         publishes: its counts become the assistant's when it is closed.
         texts: the number of texts that are generated together, whose time this call shares.
+        settings: of drafting, which may be assigned before the call begins.
         best_tokens: of the round's verification, if all rows are looked at.
     """
 
@@ -56,7 +57,7 @@ class GenerateCall:
     _learns = True
 
     def __init__(self, assistant: Assistant, lent: DraftSession | None = None):
-        self._assistant = assistant
+        self._assistant, self.settings = assistant, assistant.generation_config
         self._lent = lent
         self._target = assistant.forward
         self._reads = assistant.drafter.reads
@@ -115,7 +116,7 @@ class GenerateCall:
             ConfigurationError: a setting of drafting is mistyped or out of range.
         """
         assistant, target = self._assistant, self._target
-        require_drafting_settings(assistant.generation_config)
+        require_drafting_settings(self.settings)
         # Reading the version makes the drafter take up a head that was replaced.
         _ = assistant.drafter.weights_version
         assistant.require_rows()
@@ -128,9 +129,7 @@ class GenerateCall:
             self._start = self._stopwatch.now()
         self._recorder = self._aligner and self._aligner.recorder()
         self._began = time.perf_counter()
-        self._scheduler = DraftScheduler(
-            assistant.generation_config, assistant.tree, self._automatic(generation_config)
-        )
+        self._scheduler = DraftScheduler(self.settings, assistant.tree, self._automatic(generation_config))
         self._max_length = generation_config.max_length
         self._prefill_chunk_size = generation_config.prefill_chunk_size
         device = session.vocabulary.device
@@ -170,7 +169,7 @@ class GenerateCall:
     def _automatic(self, generation_config: GenerationConfig) -> AutomaticCall | None:
         """Chooses the policy and the draft length, if the settings leave one of them open."""
         assistant = self._assistant
-        config, tree = assistant.generation_config, assistant.tree
+        config, tree = self.settings, assistant.tree
         policies = len(assistant.policy.alternatives(None))
         is_open = config.num_assistant_tokens == AUTO
         if not self._learns or not (is_open or policies > 1):
@@ -295,8 +294,7 @@ class GenerateCall:
         self._choice.start_round(prefix)
         with self._steady_attention:
             if plan.tree is not None:
-                draw = self._choice.draw_children if self._choice.do_sample else None
-                self._candidates = self._session.draft_tree(prefix, plan.tree, plan.steps, draw)
+                self._candidates = self._session.draft_tree(prefix, plan.tree, plan.steps, self._choice)
             else:
                 stop_rule = self._scheduler.stop_rule(self._choice)
                 read = self._read() if self._assistant.drafter.reads_cache else None
@@ -439,7 +437,7 @@ class GenerateCall:
             elapsed = self._stopwatch.now() - self._start
             self._stats.seconds = dict(self._stopwatch.seconds)
             self._stats.seconds["other"] = max(0.0, elapsed - sum(self._stopwatch.seconds.values()))
-        config = self._assistant.generation_config
+        config = self.settings
         if config.num_assistant_tokens_schedule == "heuristic" and self._scheduler.adapts_length:
             config.num_assistant_tokens = self._scheduler.num_assistant_tokens
         if self._aligner is not None:

@@ -128,12 +128,12 @@ class TargetForward:
         if self.rollback.has_states:
             raise UnsupportedError(
                 f"{type(self.model).__name__} keeps a recurrent state, for which memory of fixed size has no place. "
-                "Call generate once for each prompt."
+                "Call generate once for each prompt, with cache_implementation unset."
             )
         if self._rope_limit is not None:
             raise UnsupportedError(
-                f"{type(self.model).__name__} has a rotary embedding that changes with the length of the text, which "
-                "the texts of a batch would change for each other. Call generate once for each prompt."
+                f"{type(self.model).__name__} has a rotary embedding that changes with the length of the text, and "
+                "so with other texts. Call generate once for each prompt, with cache_implementation unset."
             )
         if not self._reads_batches:
             require_batches(self.model, self.logits)

@@ -102,13 +102,13 @@ def require_batches(model: PreTrainedModel, logits_of: Callable[[torch.Tensor], 
     except (*FORWARD_ERRORS, UnsupportedError) as error:
         raise UnsupportedError(
             f"{name} cannot read the texts of a batch in memory of fixed size: {error!s:.200}. Call generate once for "
-            "each prompt."
+            "each prompt, with cache_implementation unset."
         ) from error
     if not agree(model, actual, expected):
         require_finite_weights(model, torch.cat([actual.flatten(), expected.flatten()]))
         raise UnsupportedError(
             f"{name} says something else when its texts lie in memory of fixed size, as it does more than attend to "
-            "keys and values. Call generate once for each prompt."
+            "keys and values. Call generate once for each prompt, with cache_implementation unset."
         )
 
 

@@ -37,14 +37,15 @@ class FixedLayer(CacheLayerMixin):
         """Write those of the rows that are being read, `[B, KV, q, …]`. Returns all of the memory."""
         places = self._memory.places(self.keys.shape[1])
         for tensor, states in ((self.keys, key_states), (self.values, value_states)):
-            tensor.flatten(0, 1).index_copy_(0, places, states.transpose(1, 2).flatten(0, 1))
+            # Under autocast, keys and values may have two dtypes.
+            tensor.flatten(0, 1).index_copy_(0, places, states.transpose(1, 2).flatten(0, 1).to(tensor.dtype))
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.keys.shape[1], 0
 
     def get_seq_length(self) -> int:
-        raise NotImplementedError("the lengths of the texts lie on the device: pass position_ids")
+        raise NotImplementedError("its decoder asks the cache for one length, and each text has its own")
 
     def get_max_length(self) -> int:
         return self.keys.shape[1]
@@ -153,7 +154,8 @@ class FixedMemory(Cache):
                 count = min(read.keys.shape[2], size)
                 slots = torch.arange(length - count, length, device=read.keys.device) % size
                 for mine, theirs in ((layer.keys, read.keys), (layer.values, read.values)):
-                    mine[text].index_copy_(0, slots, theirs[0, :, theirs.shape[2] - count :].transpose(0, 1))
+                    last = theirs[0, :, theirs.shape[2] - count :].to(mine.dtype)
+                    mine[text].index_copy_(0, slots, last.transpose(0, 1))
         self.lengths[text] = length
 
     def reading(self, rows: QueryRows) -> None:

@@ -317,8 +317,7 @@ class Round:
                 grown = []
                 for number, (text, (shortlist, logits)) in enumerate(zip(self.texts, scored, strict=True)):
                     shortlists[number].append(shortlist)
-                    draw = text.choice.draw_children if is_drawn else None
-                    *level, paths[number] = grow(growths[number], logits, shortlist, paths[number], draw)
+                    *level, paths[number] = grow(growths[number], logits, shortlist, paths[number], text.choice)
                     grown.append(level)
                 fresh, parents = (torch.stack(one) for one in zip(*grown, strict=True))
                 itself = torch.eye(fresh.shape[1], dtype=torch.bool, device=fresh.device).expand(len(grown), -1, -1)

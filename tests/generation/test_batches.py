@@ -12,7 +12,8 @@ from accelerate import disk_offload
 from aligned import quick_assistant, recorded
 from calls import SHAPES, Pieces
 from cases import pairwise
-from eagle_heads import agreeing_head, drafter_of, soft
+from eagle_heads import agreeing_head, drafter_of, random_head, soft
+from families import model_of
 from models import EOS, PAD, POLICY_CASES, TERRIBLE, character_tokenizer, perturbed, prompt, tiny, word_tokenizer
 from peft import LoraConfig, get_peft_model
 from sampled_texts import FALSE_ALARM, processors_of, uniform_numbers, uniformity
@@ -580,6 +581,39 @@ def test_a_target_that_cannot_read_fixed_memory(target, monkeypatch):
     monkeypatch.setattr(type(target.model.layers[0].self_attn), "forward", biased)
     with pytest.raises(UnsupportedError, match="cannot read the texts of a batch in memory of fixed size"):
         target.generate(**together(texts()), assistant_model=assistant, max_new_tokens=4)
+
+
+def test_a_target_that_asks_for_the_length_of_its_cache_is_told_what_to_do():
+    """Also one text in a static cache. What the message says works."""
+    target = model_of("opt")
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    for arguments in (together(texts()), {"input_ids": prompt(), "cache_implementation": "static"}):
+        with pytest.raises(UnsupportedError, match="once for each prompt, with cache_implementation unset") as caught:
+            target.generate(**arguments, **settings, assistant_model=assistant)
+        assert "position_ids" not in str(caught.value)
+    output = target.generate(prompt(), **settings, assistant_model=assistant)
+    assert torch.equal(output, target.generate(prompt(), **settings))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "shape", "settings"),
+    pairwise("families", ("llama", "gemma3", "gpt2"), ("independent", "eagle2"), list(SHAPES), list(WAYS.values())),
+)
+def test_under_autocast(family, kind, shape, settings):
+    """Keys may be fp32 there, and values bf16. With clear preferences, so that rounding decides about no token."""
+    target = tiny(family)
+    drafter = perturbed(target) if kind == "independent" else drafter_of(random_head(kind), target)
+    assistant = DynSpecAssistant(drafter, "full", target=target, tree=SHAPES[shape])
+    settings = {**settings, "max_new_tokens": 12, "do_sample": False}
+    ids = torch.stack([prompt(seed=seed)[0] for seed in range(3)])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = target.generate(ids, **settings, assistant_model=assistant)
+        alone = target.generate(ids[:1], **settings, cache_implementation="static", assistant_model=assistant)
+        assert torch.equal(output, target.generate(ids, **settings))
+        assert torch.equal(alone, target.generate(ids[:1], **settings))
+    outside = target.generate(ids, **settings, assistant_model=assistant)
+    assert torch.equal(outside, target.generate(ids, **settings))
 
 
 def test_an_assistant_that_is_bound_elsewhere(target):

@@ -310,6 +310,36 @@ def test_drafts_go_through_the_processors(target):
     assert assistant.stats.acceptance_rate > 0.99
 
 
+BANNED = [token for token in range(VOCABULARY) if token % 8 and token != EOS]
+BANS = {
+    "suppress_tokens": {"suppress_tokens": BANNED},
+    "bad_words_ids": {"bad_words_ids": [[token] for token in BANNED]},
+    "min_new_tokens": {"min_new_tokens": 24, "eos_token_id": BANNED},
+    "suppress_tokens among others": {"suppress_tokens": BANNED, "repetition_penalty": 1.7},
+}
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", BANS)
+def test_trees_draft_nothing_that_is_banned(name, cache, rounds):
+    """With the target as drafter, a tree accepts as much as a chain."""
+    target = tiny()
+    with torch.no_grad():
+        # Clear favourites, so that trees are deep as well as wide.
+        target.get_output_embeddings().weight.mul_(6)
+    lengths = []
+    for tree in (False, TreeConfig(total_tokens=30, depth=4, top_k=3)):
+        assistant = DynSpecAssistant(target, "full", target=target, tree=tree)
+        output = generate(target, assistant, prompt(seed=1), cache_implementation=cache, **BANS[name])
+        assert torch.equal(output, generate(target, None, prompt(seed=1), **BANS[name]))
+        lengths.append(assistant.stats.acceptance_length)
+    # A chain drafts beside the prompt, too.
+    assert lengths[1] > 0.7 * lengths[0] > 2.5
+    for _, _, drafted in rounds:
+        if not drafted.is_chain:
+            assert not set(drafted.token_ids[drafted.scores > -torch.inf].tolist()) & set(BANNED)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_processor_of_unknown_kind_sees_the_text_that_comes_out_and_nothing_else(shape, target, drafter):
     class Contexts(LogitsProcessor):

@@ -547,3 +547,5 @@ def test_a_graph_is_not_used_under_autocast(graphs, monkeypatch):
         assert assistant.stats.lane == AS_A_GRAPH
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: device == (pretended.NAME,))
         assert fixed_lane.why_no_graph(assistant) == "autocast is on"
+        generate(there, assistant, cache_implementation="static")
+        assert assistant.stats.lane == "fixed memory"

@@ -136,7 +136,7 @@ DRAFTED_UNDER = {
 
 @pytest.mark.parametrize("name", DRAFTED_UNDER)
 def test_a_processors_twin_computes_on_a_shortlist_what_it_computes_on_the_vocabulary(name, target):
-    """Along a text with padding before it, at each draft step of three rounds."""
+    """Along a text with padding before it, at two nodes of each draft step of three rounds."""
     config = GenerationConfig(**DRAFTED_UNDER[name], max_new_tokens=3, eos_token_id=EOS, pad_token_id=0)
     text_of_call, mask = padded(3, prompt())
     made = processors_of(
@@ -150,21 +150,23 @@ def test_a_processors_twin_computes_on_a_shortlist_what_it_computes_on_the_vocab
     changed = False
     for verified in (10, 14, text.shape[0]):
         context.start_round(text[:verified])
-        drafted: list[torch.Tensor] = []
-        for _ in range(4):
+        paths = torch.empty(2, 0, dtype=torch.int64)
+        for step in range(4):
             slots = torch.randperm(target.config.vocab_size, generator=generator)[:120]
             slots[0] = EOS if EOS not in slots[1:] else slots[0]
-            logits = torch.randn(120, generator=generator) * 3
-            context.set_path(drafted)
+            logits = torch.randn(2, 120, generator=generator) * 3
+            context.set_paths(paths)
             actual = logits
             for twin in twins:
                 actual = twin(actual, slots, context)
-            whole = torch.cat([torch.zeros(3, dtype=torch.int64), text[:verified], *drafted])
-            wide = torch.zeros(1, target.config.vocab_size).scatter(1, slots[None], logits[None])
-            expected = made(whole[None], wide)[0, slots]
+            before = torch.cat([torch.zeros(3, dtype=torch.int64), text[:verified]])
+            whole = torch.cat([before.expand(2, -1), paths], dim=1)
+            wide = torch.zeros(2, target.config.vocab_size).scatter(1, slots.expand(2, -1), logits)
+            expected = torch.cat([made(*rows)[:, slots] for rows in zip(whole.split(1), wide.split(1), strict=True)])
             torch.testing.assert_close(actual, expected)
             changed = changed or not torch.equal(actual, logits)
-            drafted.append(slots[5:6] if len(drafted) % 2 else text[4:5])
+            fresh = slots[5:7] if step % 2 else text[4:6]
+            paths = torch.cat([paths, fresh.unsqueeze(1)], dim=1)
     assert changed
 
 
