@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,9 +39,3 @@ def interpret(file: str, passed: int) -> None:
     words = ["-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", file, "-k", "test_triton"]
     output = run(words, TRITON_INTERPRET="1")
     assert re.search(rf"\b{passed} passed\b", output) and "skipped" not in output, output[-2000:]
-
-
-def lines_of(script: str, folder: Path) -> list[str]:
-    """What a script prints that compiles kernels; from a file, as Triton reads the source of what it compiles."""
-    (folder / "compile.py").write_text(script, encoding="utf-8")
-    return run([folder / "compile.py"], TRITON_CACHE_DIR=str(folder)).splitlines()

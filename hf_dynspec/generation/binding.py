@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import NotBoundError
+from ..kernels import given_way, in_plain_torch
 from .arguments import CallArguments, prepare_cache, prepare_stop_strings, take_healer
 from .batch import NotInRounds, check_batch, generate_batch, takes_fixed_memory, why_general
 from .bindable import HOW_TO_BIND, Bindable
@@ -138,7 +139,9 @@ class TargetHook:
             call.stats.lane = f"general: {reason}"
             loop = functools.partial(decode, call=call, token_streamer=streamer, healer=healer)
             arguments.set("custom_generate", loop)
-            return inner(*arguments.args, **arguments.kwargs)
+            output = inner(*arguments.args, **arguments.kwargs)
+            call.stats.lane += in_plain_torch(given_way())
+            return output
 
     def candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """`target._get_candidate_generator`, which transformers' own loop calls with keyword arguments."""

@@ -21,6 +21,7 @@ from ..cache_names import cache_inputs, returned_cache
 from ..devices import is_host_memory
 from ..drafting.draft_processors import SeenTokens
 from ..drafting.session import DraftSession
+from ..kernels import given_way, in_plain_torch
 from ..protocol import Candidates
 from ..rounds import RoundText, TextOutcome
 from ..stats import DraftingStatistics, Stopwatch
@@ -260,7 +261,7 @@ class Texts(ABC):
         total = DraftingStatistics()
         for call in self._calls:
             total.add(call.stats)
-        total.lane = self.lane
+        total.lane = self.lane + in_plain_torch(given_way())
         if self._stopwatch.enabled:
             # A text waits for the others, so the rest of its time is not its own.
             total.seconds = {name: total.seconds.get(name, 0.0) + own for name, own in self._stopwatch.seconds.items()}

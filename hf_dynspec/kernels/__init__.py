@@ -2,7 +2,10 @@
 implementation for a device."""
 
 import importlib.util
+import threading
 from collections.abc import Callable
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 
@@ -39,8 +42,10 @@ __all__ = [
     "block_scores",
     "block_scores_for",
     "dense_scores",
+    "given_way",
     "has_dense_kernel",
     "has_packed_kernel",
+    "in_plain_torch",
     "lossless_dtype",
     "norm_from_one",
     "norm_from_one_for",
@@ -60,6 +65,57 @@ __all__ = [
 ]
 
 
+# By thread, what `given_way` returns.
+_given_way = threading.local()
+
+
+def given_way() -> dict[str, str]:
+    """The Triton kernels in whose place plain torch has computed in this thread since this was last called, each with
+    the reason."""
+    return vars(_given_way).pop("reasons", {})
+
+
+def in_plain_torch(reasons: dict[str, str]) -> str:
+    """What `given_way` has returned as the end of a sentence."""
+    return "".join(f"; {name} in plain torch: {reason}" for name, reason in reasons.items())
+
+
+class KernelOrPlain:
+    """A Triton kernel, or plain torch for what it cannot be launched for: it may need more shared memory than the GPU
+    has, or Triton may not be able to compile it.
+
+    Args:
+        module: the file of the kernel, `triton_<module>`.
+        plain: its plain twin of the same name.
+    """
+
+    def __init__(self, module: str, plain: Callable[..., Any]):
+        self._module, self._plain, self._name = module, plain, plain.__name__
+        # By the dtype and the shape of the first tensor.
+        self._failures: dict[tuple[torch.dtype, torch.Size], str] = {}
+
+    @cached_property
+    def kernel(self) -> Callable[..., Any]:
+        """What launches the kernel."""
+        return getattr(importlib.import_module(f".triton_{self._module}", __package__), self._name)
+
+    def __call__(self, first: torch.Tensor, *others: Any, **settings: Any) -> Any:
+        kind = first.dtype, first.shape
+        if kind not in self._failures:
+            try:
+                return self.kernel(first, *others, **settings)
+            except torch.OutOfMemoryError:
+                raise
+            # Triton, its compiler and the driver have errors of many classes.
+            except Exception as error:
+                self._failures[kind] = f"{type(error).__name__}: {error!s:.200}"
+        vars(_given_way).setdefault("reasons", {})[self._name] = self._failures[kind]
+        return self._plain(first, *others, **settings)
+
+
+_or_plain = cache(KernelOrPlain)
+
+
 def packed_scores_for(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
     """Return the fastest implementation of `reference.packed_scores` for rows of a head, `[V, d]`."""
     return cpu.packed_scores if has_packed_kernel(weight) else reference.packed_scores
@@ -68,29 +124,19 @@ def packed_scores_for(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
 def round_attention_for(device: torch.device) -> RoundAttention:
     """Return the fastest `RoundAttention` for a device."""
     if _has_triton(device):
-        from . import triton_attention
-
-        return triton_attention.round_attention
+        return _or_plain("attention", round_attention)
     return host_round_attention if is_host_memory(device) else round_attention
 
 
 def rotation_for(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
     """Return the implementation of `reference.rotated` that is faster than transformers' own on a device (None: there
     is none)."""
-    if not _has_triton(device):
-        return None
-    from . import triton_layers
-
-    return triton_layers.rotated
+    return _or_plain("layers", rotated) if _has_triton(device) else None
 
 
 def norm_from_one_for(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None:
     """Likewise of `reference.norm_from_one`."""
-    if not _has_triton(device):
-        return None
-    from . import triton_layers
-
-    return triton_layers.norm_from_one
+    return _or_plain("layers", norm_from_one) if _has_triton(device) else None
 
 
 def scattered_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
@@ -106,22 +152,14 @@ def block_scores_for(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return the fastest implementation of `reference.block_scores` for a device."""
     if device.type == "cpu":
         return cpu.block_scores
-    if _has_triton(device):
-        from .triton_blocks import block_scores as triton_scores
-
-        return triton_scores
-    return reference.block_scores
+    return _or_plain("blocks", block_scores) if _has_triton(device) else block_scores
 
 
 def best_rows_for(device: torch.device) -> Callable[..., torch.Tensor]:
     """Return the fastest implementation of `reference.best_rows` for a device."""
     if device.type == "cpu":
         return cpu_best_rows.best_rows
-    if _has_triton(device):
-        from .triton_best_rows import best_rows as triton_best_rows
-
-        return triton_best_rows
-    return reference.best_rows
+    return _or_plain("best_rows", reference.best_rows) if _has_triton(device) else reference.best_rows
 
 
 def top_k_ids_for(device: torch.device) -> Callable[[torch.Tensor, int], torch.Tensor]:

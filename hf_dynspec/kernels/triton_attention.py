@@ -7,19 +7,21 @@ Importing this file imports triton, which is optional: `kernels.round_attention_
 With `TRITON_INTERPRET=1` set before that, the kernels run on the CPU, line by line, which is for tests.
 """
 
+from functools import cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from .attention import QueryRows
 
-# Keys that a program reads at a time.
-_KEYS = 64
 # Scores of keys that no row attends to. Finite, as the difference of two infinities is no number.
 _HIDDEN = tl.constexpr(-1e30)
 
 
-@triton.jit(do_not_specialize=["window"])
+# Kernels are compiled once whatever these are: a round has several of each, and a compilation takes seconds.
+@triton.jit(do_not_specialize=["window", "within_stride", "levels_stride", "q", "nodes", "size"])
 def _part_kernel(
     query,
     keys,
@@ -79,7 +81,8 @@ def _part_kernel(
     for start in range(begin, end, KEYS):
         position = start + tl.arange(0, KEYS)
         inside = position < end
-        slot = (text * size + position % size) * HEADS + head
+        # Only memory with a window is written in circles.
+        slot = (text * size + (position % size if HAS_WINDOW else position)) * HEADS + head
         of_key = inside[:, None] & (d < D)[None, :]
         some_keys = tl.load(keys + slot[:, None] * D + d[None, :], mask=of_key, other=0.0).to(PRODUCT_DTYPE)
         of_value = inside[:, None] & (e < E)[None, :]
@@ -111,7 +114,7 @@ def _part_kernel(
     tl.store(totals + into, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q", "pairs"])
 def _combining_kernel(
     sums,
     maxima,
@@ -148,6 +151,52 @@ def _combining_kernel(
     tl.store(into, attended.to(output.dtype.element_ty), mask=e < E)
 
 
+class Launch(NamedTuple):
+    """How the kernel of parts is launched.
+
+    Args:
+        rows: pairs of a row and a query head that a program takes.
+        keys: keys that it reads at a time.
+        parts: of the keys.
+        warps, stages: see Triton.
+    """
+
+    rows: int
+    keys: int
+    parts: int
+    warps: int
+    stages: int
+
+
+def launch_of(pairs: int, size: int, dtype: torch.dtype, heads: int, processors: int) -> Launch:
+    """A launch that fits into the shared memory and the registers of all GPUs from compute capability 8.0 on, the
+    smallest of which have 99 KiB for a program (`tests/kernels/test_compiled_kernels.py`).
+
+    Args:
+        pairs: of a row and a query head, for each key head.
+        size: numbers of a key or a value, padded to a power of two.
+        dtype: of keys and values.
+        heads: key heads of all texts.
+        processors: multiprocessors of the GPU.
+    """
+    is_wide, is_fp32 = size > 128, dtype == torch.float32
+    most = (16 if is_wide else 32) if is_fp32 else 16 if size > 256 else 64
+    rows = min(most, max(16, triton.next_power_of_2(pairs)))
+    keys = 16 if is_fp32 else 32 if is_wide else 64
+    # Few rows are waiting for memory: more programs read at once. Many rows have enough programs.
+    programs = heads * triton.cdiv(pairs, rows)
+    parts = triton.next_power_of_2(triton.cdiv(processors, programs))
+    # All parts of a row are combined in one program.
+    parts = min(max(2, parts), max(2, 2**13 // size))
+    return Launch(rows, keys, parts, 4 if rows == 16 and not is_fp32 and size <= 256 else 8, 2 if is_wide else 3)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU. The interpreter has one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 _IS_INTERPRETED = not isinstance(_part_kernel, triton.JITFunction)
 _PRODUCT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -171,18 +220,18 @@ def round_attention(
     texts, query_heads, q, d = query.shape
     nodes, size, heads, e = rows.levels.shape[1], keys.shape[1], keys.shape[2], values.shape[3]
     group = query_heads // heads
-    rows_at_once = min(64, max(16, triton.next_power_of_2(group * q)))
-    blocks = triton.cdiv(group * q, rows_at_once)
-    # Few rows are waiting for memory: more programs read at once. Many rows have enough programs.
-    parts = max(2, 16 // triton.next_power_of_2(blocks * triton.cdiv(texts, 2)))
-    pairs = blocks * rows_at_once
+    padded_d, padded_e = (max(16, triton.next_power_of_2(one)) for one in (d, e))
+    processors = _processors(query.device)
+    launch = launch_of(group * q, max(padded_d, padded_e), query.dtype, texts * heads, processors)
+    parts, blocks = launch.parts, triton.cdiv(group * q, launch.rows)
+    pairs = blocks * launch.rows
     partial = query.new_empty(texts * heads * parts * pairs, e + 2, dtype=torch.float32)
     sums, maxima, totals = partial.view(-1).split([partial.shape[0] * e, partial.shape[0], partial.shape[0]])
     output = query.new_empty(texts, q, query_heads, e)
     within, levels = rows.within.contiguous(), rows.levels.contiguous()
     # The interpreter keeps bf16 as 16-bit integers and would multiply those.
     product_dtype = tl.float32 if _IS_INTERPRETED else _PRODUCT_DTYPES[query.dtype]
-    shapes = {"HEADS": heads, "GROUP": group, "E": e, "PADDED_E": triton.next_power_of_2(e), "PARTS": parts}
+    shapes = {"HEADS": heads, "GROUP": group, "E": e, "PADDED_E": padded_e, "PARTS": parts}
     # Triton launches on torch's current device, which need not be the tensors'.
     with torch.cuda.device_of(query):
         _part_kernel[(texts * heads, parts, blocks)](
@@ -204,13 +253,14 @@ def round_attention(
             nodes,
             size,
             D=d,
-            PADDED_D=triton.next_power_of_2(d),
-            ROWS=rows_at_once,
-            KEYS=_KEYS,
+            PADDED_D=padded_d,
+            ROWS=launch.rows,
+            KEYS=launch.keys,
             HAS_WINDOW=window is not None,
             HAS_SOFT_CAP=soft_cap is not None,
             PRODUCT_DTYPE=product_dtype,
-            num_warps=4,
+            num_warps=launch.warps,
+            num_stages=launch.stages,
             **shapes,
         )
         _combining_kernel[(texts * q, query_heads)](

@@ -9,9 +9,7 @@ from fast_kernels import (
     DEVICE,
     INTERPRETED,
     interpret,
-    lines_of,
     must_not_run,
-    needs_compiled_triton,
     needs_triton,
     runs_triton,
 )
@@ -247,7 +245,7 @@ def test_which_kernel_runs_where(monkeypatch):
     from hf_dynspec.kernels import triton_blocks
 
     assert block_scores_for(torch.device("cpu")) is cpu.block_scores
-    assert block_scores_for(torch.device("cuda")) is triton_blocks.block_scores
+    assert block_scores_for(torch.device("cuda")).kernel is triton_blocks.block_scores
     assert block_scores_for(torch.device("meta")) is reference.block_scores
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert block_scores_for(torch.device("cuda")) is reference.block_scores
@@ -297,38 +295,3 @@ def test_triton_kernel_equals_its_plain_twin_and_is_what_ran(
 @pytest.mark.skipif(INTERPRETED, reason="this is what runs the interpreter")
 def test_the_interpreter_runs_the_triton_kernel():
     interpret(__file__, passed=54)
-
-
-COMPILE = """
-import re, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from hf_dynspec.kernels.triton_blocks import _block_scores_kernel
-
-def ptx(dtype, product_dtype, capability, block_rows):
-    constants = dict(D=1000, T=block_rows, PADDED_T=triton.next_power_of_2(block_rows), QUERIES=16, COLUMNS=64,
-                     HAS_BIAS=True, PRODUCT_DTYPE=product_dtype)
-    types = dict(hidden="*" + dtype, weight="*" + dtype, blocks="*i64", bias="*" + dtype, scores="*fp32")
-    types.update(m="i32", n="i32")
-    types.update(dict.fromkeys(constants, "constexpr"))
-    aligned = {(i,): [["tt.divisibility", 16]] for i in range(5)}
-    source = ASTSource(_block_scores_kernel, types, constants, aligned)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=dict(num_warps=4, num_stages=4)).asm["ptx"]
-
-tl = triton.language
-for capability in (80, 90):
-    for block_rows in (16, 48, 64):
-        for dtype, product_dtype in (("bf16", tl.bfloat16), ("fp16", tl.float16), ("fp32", tl.float32)):
-            code = ptx(dtype, product_dtype, capability, block_rows)
-            print(dtype, bool(re.search(r"mma[.]", code)), "tf32" in code, "cp.async.cg.shared.global" in code)
-"""
-
-
-@needs_compiled_triton
-@pytest.mark.process
-def test_the_triton_kernel_compiles_for_gpus(tmp_path):
-    """Without one at hand: 16-bit products go to the tensor cores, fp32 ones are not rounded to tf32, and rows are
-    fetched 16 bytes at a time while others are multiplied."""
-    expected = ["bf16 True False True", "fp16 True False True", "fp32 False False True"] * 6
-    assert lines_of(COMPILE, tmp_path) == expected
