@@ -16,7 +16,7 @@ from ..drafting.automatic import LONGEST
 from ..drafting.session import DraftSession
 from ..drafting.settings import DEFAULT_NUM_ASSISTANT_TOKENS
 from ..errors import UnsupportedError
-from ..kernels import QueryRows
+from ..kernels import QueryRows, given_way, in_plain_torch
 from ..memory.fixed import FixedMemory
 from ..memory.fixed_decoder import FixedDecoder
 from ..modeling.head import PackedRows, RowsSideBySide
@@ -28,6 +28,7 @@ from ..rounds import (
     RoundText,
     TextOutcome,
     Verification,
+    Verify,
     recorded_forward_agrees,
 )
 from ..stats import Stopwatch
@@ -124,14 +125,15 @@ class FixedLane:
     def __init__(self, assistant: Assistant, sessions: Sequence[DraftSession], shape: DraftShape, is_recorded: bool):
         self.sessions, self._shape, self.is_recorded = list(sessions), shape, is_recorded
         self._drafter, self._forward = assistant.drafter, assistant.forward
-        self._reads = assistant.drafter.reads
-        self._inputs = {"output_hidden_states": entries_with(self._reads)} if self._reads else {}
         self._version = self._version_now
         aligner = assistant.alignment
         self._drafting_lock = nullcontext() if aligner is None else aligner.drafting_lock
         self._target: SteadyDecoder | None = None
         self._target_head: WeightsWatch | None = None
-        self._decoder = FixedDecoder(assistant.target)
+        # The round has it, which the lane has: it knows neither, as gigabytes of memory would wait for the collector.
+        self._verify = _verifier(assistant)
+        # The kernels in whose place plain torch computes.
+        self._given_way: dict[str, str] = {}
         self._rows: RowsSideBySide | None = None
         if len(self.sessions) > 1 and not is_host_memory(self._drafter.head.device):
             # One product for all texts is one operation. On a CPU each text's rows have a compiled kernel.
@@ -145,10 +147,9 @@ class FixedLane:
     @property
     def name(self) -> str:
         """For `DraftingStatistics.lane`."""
-        if not self.is_recorded:
-            return "fixed memory"
         failure = self._recorded.failure if self._recorded is not None else None
-        return "fixed memory, as a graph" if failure is None else f"fixed memory, no graph: {failure}"
+        how = ", as a graph" if self.is_recorded and failure is None else f", no graph: {failure}" if failure else ""
+        return f"fixed memory{how}{in_plain_torch(self._given_way)}"
 
     def still_holds(self) -> bool:
         """Whether the models are as they were, so that another call can use the lane."""
@@ -214,7 +215,7 @@ class FixedLane:
                     self._target = SteadyDecoder(WeightsWatch(decoder_of(target)))
                     self._target_head = WeightsWatch(target.get_output_embeddings())
             self._round.drafter.begin(number, read, before)
-            self._round.begin(number, text[-1:], before if self._reads else None)
+            self._round.begin(number, text[-1:], before if self._drafter.reads else None)
         # Sets of tokens stay where a graph reads them.
         seen = [one.seen for one in self._round.texts]
         self._round.texts = [replace(text, seen=one) for text, one in zip(texts, seen, strict=True)]
@@ -223,6 +224,8 @@ class FixedLane:
                 text.seen.begin(of_text)
                 text.choice.look_at(text.seen)
         if self._recorded is not None:
+            if self._recorded.failure is not None:
+                self._recorded.forget()
             self._recorded.settle()
 
     def reserve(self, length: int, longest: int) -> None:
@@ -262,6 +265,7 @@ class FixedLane:
                 self._round.run()
             else:
                 is_usual = self._recorded.run()
+            self._given_way |= given_way()
             return self._round.report.read(), is_usual
 
     def show(self, number: int, text: Text, count: int) -> None:
@@ -288,16 +292,25 @@ class FixedLane:
         return self._rows is not None
 
     def close(self) -> None:
-        """Give the sessions up."""
+        """Give the sessions, the memory and the graphs up."""
         for session in self.sessions:
             session.close()
+        self.memory = self._round = self._recorded = self._target = None
 
-    def _verify(self, token_ids: torch.Tensor, rows: QueryRows) -> Verification:
-        outputs: Any = self._decoder(token_ids, self.memory, rows, **self._inputs)
-        states, features, layers = outputs.last_hidden_state, None, self._forward.num_layers
-        if self._reads:
-            features = torch.cat([hidden_states(outputs, index, layers) for index in self._reads], dim=-1)
-        return Verification(self._forward.logits(states).float(), features, states)
+
+def _verifier(assistant: Assistant) -> Verify:
+    """Lets the target of an assistant read nodes."""
+    forward, reads, decoder = assistant.forward, assistant.drafter.reads, FixedDecoder(assistant.target)
+    inputs = {"output_hidden_states": entries_with(reads)} if reads else {}
+
+    def verify(token_ids: torch.Tensor, memory: FixedMemory, rows: QueryRows) -> Verification:
+        outputs: Any = decoder(token_ids, memory, rows, **inputs)
+        states, features, layers = outputs.last_hidden_state, None, forward.num_layers
+        if reads:
+            features = torch.cat([hidden_states(outputs, index, layers) for index in reads], dim=-1)
+        return Verification(forward.logits(states).float(), features, states)
+
+    return verify
 
 
 class InRounds(Texts):
@@ -334,8 +347,7 @@ class InRounds(Texts):
 
     def _leave_sessions(self, has_failed: bool) -> None:
         if has_failed:
-            for session in self._sessions:
-                session.close()
+            self._lane.close()
         elif self._lane.still_holds():
             self._assistant.return_lane(self._key, self._lane)
         else:

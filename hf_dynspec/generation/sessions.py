@@ -120,14 +120,14 @@ class SessionPool(ForkSafe):
             memory: the memory of new sessions.
         """
         with self._lock:
-            of_lanes = [session for _, lane in self._lanes for session in lane.sessions]
-            given_up, self._idle, self._lanes = [*self._idle, *self._held, *of_lanes], [], []
+            lanes = [lane for _, lane in self._lanes]
+            given_up, self._idle, self._lanes = [*self._idle, *self._held, *lanes], [], []
             self._made, self._held, self.memory = weakref.WeakSet(), weakref.WeakSet(), memory
         _close(given_up)
 
 
-def _close(sessions: Iterable[DraftSession]) -> None:
-    """Close all sessions, even if closing one raises."""
+def _close(sessions: Iterable[DraftSession | Lane]) -> None:
+    """Close all sessions and lanes, even if closing one raises."""
     with ExitStack() as stack:
         for session in sessions:
             stack.callback(session.close)

@@ -16,18 +16,42 @@ from ..kernels import QueryRows
 from ..modeling.masks import attention_windows
 
 
+class _Reading:
+    """What a forward reads. All layers of a memory have it, and not the memory itself: gigabytes in a cycle would wait
+    for the garbage collector."""
+
+    def __init__(self):
+        self.rows: QueryRows | None = None
+        self._places: dict[int, torch.Tensor] = {}
+
+    def begin(self, rows: QueryRows) -> None:
+        self.rows = rows
+        self._places.clear()
+
+    def places(self, size: int) -> torch.Tensor:
+        """int64 `[B · q]`: where the rows lie among all slots of a layer with so many for each text."""
+        if size not in self._places:
+            self._places[size] = _among_all(self.rows.slots(size), size)
+        return self._places[size]
+
+
+def _among_all(slots: torch.Tensor, size: int) -> torch.Tensor:
+    """int64 `[B · n]`, given the slots of each text, `[B, n]`."""
+    return (slots + torch.arange(0, len(slots) * size, size, device=slots.device).unsqueeze(1)).flatten()
+
+
 class FixedLayer(CacheLayerMixin):
     """The keys and values of one attention layer, as `RoundAttention` reads them.
 
     Args:
-        memory: the memory of all layers.
+        reading: what forwards read.
         keys: `[B, S, KV, D]`.
         values: `[B, S, KV, E]`.
     """
 
-    def __init__(self, memory: "FixedMemory", keys: torch.Tensor, values: torch.Tensor):
+    def __init__(self, reading: _Reading, keys: torch.Tensor, values: torch.Tensor):
         super().__init__()
-        self._memory = memory
+        self._reading = reading
         self.keys, self.values = keys, values
         self.is_initialized = True
 
@@ -35,7 +59,7 @@ class FixedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write those of the rows that are being read, `[B, KV, q, …]`. Returns all of the memory."""
-        places = self._memory.places(self.keys.shape[1])
+        places = self._reading.places(self.keys.shape[1])
         for tensor, states in ((self.keys, key_states), (self.values, value_states)):
             # Under autocast, keys and values may have two dtypes.
             tensor.flatten(0, 1).index_copy_(0, places, states.transpose(1, 2).flatten(0, 1).to(tensor.dtype))
@@ -71,7 +95,6 @@ class FixedMemory(Cache):
         lengths: int64 `[B]`: the tokens of each text whose keys and values count.
         capacity: as given.
         windows: as given.
-        rows: what the current forward reads.
         shifts: int64 `[B]`: what is added to the positions of each text after its prompt (None: nothing).
     """
 
@@ -87,9 +110,8 @@ class FixedMemory(Cache):
     ):
         self.capacity, self.windows, self._shapes, self._nodes = capacity, windows, shapes, nodes
         self.lengths = torch.zeros(texts, dtype=torch.int64, device=device)
-        self.rows: QueryRows | None = None
+        self._reading = _Reading()
         self.shifts: torch.Tensor | None = None
-        self._places: dict[int, torch.Tensor] = {}
         # Layers of one size lie in one block, `[layers, B, S, KV, D]`, so that one gather keeps a path in all of them.
         groups: dict[tuple[int, ...], list[int]] = {}
         for layer, (shape, window) in enumerate(zip(shapes, windows, strict=True)):
@@ -104,7 +126,7 @@ class FixedMemory(Cache):
             blocks = [torch.zeros(len(group), texts, size, heads, n, dtype=dtype, device=device) for n in (d, e)]
             self._blocks += blocks
             for layer, keys, values in zip(group, *blocks, strict=True):
-                layers[layer] = FixedLayer(self, keys, values)
+                layers[layer] = FixedLayer(self._reading, keys, values)
         super().__init__(layers=layers)
 
     @classmethod
@@ -160,18 +182,12 @@ class FixedMemory(Cache):
 
     def reading(self, rows: QueryRows) -> None:
         """Say what the next forward reads. `rows.lengths` are this memory's."""
-        self.rows = rows
-        self._places.clear()
+        self._reading.begin(rows)
 
-    def places(self, size: int) -> torch.Tensor:
-        """int64 `[B · q]`: where the rows that are read lie among all slots of a layer with so many for each text."""
-        if size not in self._places:
-            self._places[size] = self._among_all(self.rows.slots(size), size)
-        return self._places[size]
-
-    def _among_all(self, slots: torch.Tensor, size: int) -> torch.Tensor:
-        """int64 `[B · n]`, given the slots of each text, `[B, n]`."""
-        return (slots + torch.arange(0, len(slots) * size, size, device=slots.device).unsqueeze(1)).flatten()
+    @property
+    def rows(self) -> QueryRows:
+        """What the current forward reads."""
+        return self._reading.rows
 
     def keep(self, count: torch.Tensor, path: torch.Tensor | None = None) -> None:
         """Make nodes a part of the text.
@@ -186,8 +202,8 @@ class FixedMemory(Cache):
             for block in self._blocks:
                 size = block.shape[2]
                 slots = block.flatten(1, 2)
-                kept = slots.index_select(1, self._among_all((first + path) % size, size))
-                slots.index_copy_(1, self._among_all((first + order) % size, size), kept)
+                kept = slots.index_select(1, _among_all((first + path) % size, size))
+                slots.index_copy_(1, _among_all((first + order) % size, size), kept)
         self.lengths += count
 
     def copy(self, texts: torch.Tensor, capacity: int) -> "FixedMemory":

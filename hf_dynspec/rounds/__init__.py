@@ -6,7 +6,7 @@
 """
 
 from .recorded import RecordedRound, recorded_forward_agrees
-from .round import Accept, Answer, DraftShape, Note, Report, Round, RoundText, TextOutcome, Verification, Walk
+from .round import Accept, Answer, DraftShape, Note, Report, Round, RoundText, TextOutcome, Verification, Verify, Walk
 
 __all__ = [
     "Accept",
@@ -19,6 +19,7 @@ __all__ = [
     "RoundText",
     "TextOutcome",
     "Verification",
+    "Verify",
     "Walk",
     "recorded_forward_agrees",
 ]

@@ -37,8 +37,8 @@ class Verification(NamedTuple):
     states: torch.Tensor
 
 
-# Lets the target read nodes, int64 [B, q], which the rows place after its texts.
-Verify = Callable[[torch.Tensor, QueryRows], Verification]
+# Lets the target read nodes, int64 [B, q], which the rows place after the texts in its memory.
+Verify = Callable[[torch.Tensor, FixedMemory, QueryRows], Verification]
 
 
 class Walk(Protocol):
@@ -340,8 +340,9 @@ class Round:
         return hidden
 
     def _observer(self) -> ObserveDraftInputs | None:
-        """Shows each policy the draft inputs of its text, if policies look at them."""
-        if self.texts[0].selector.observe_draft_inputs is None:
+        """Shows each policy the draft inputs of its text, if policies look at them and something is drafted: a router
+        would go on in a stream of its own, which only `select` waits for."""
+        if self.texts[0].selector.observe_draft_inputs is None or not self.steps:
             return None
 
         def observe(embeddings: torch.Tensor, features: torch.Tensor) -> None:
@@ -384,7 +385,7 @@ class Round:
             parents = [torch.cat([root, one.parents + 1]) for one in candidates]
             within = torch.stack([descent(one, self.shape.steps + 1) for one in parents])
             rows = QueryRows(lengths, within, torch.stack([pad(one.depths + 1, (1, 0)) for one in candidates]))
-        return self._verify_nodes(nodes, rows)
+        return self._verify_nodes(nodes, self.memory, rows)
 
     def _accept(self, roots: torch.Tensor, logits: torch.Tensor, candidates: list[Candidates | None]) -> "_Walks":
         if self.shape.tree is None and self.texts[0].accept_chains is not None:
