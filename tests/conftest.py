@@ -100,3 +100,12 @@ def rounds(monkeypatch) -> list:
 
         monkeypatch.setattr(DraftSession, name, recording)
     return recorded
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list:
+    """The graphs that were recorded, on a device that is not there and has them."""
+    pytest.importorskip("torch.utils.backend_registration", reason="torch knows no devices written in Python")
+    from emulated_graphs import emulate
+
+    return emulate(monkeypatch)

@@ -15,7 +15,7 @@ from .weights_watch import WeightsWatch
 COMPARED_LENGTHS = (1, 7, 30)
 
 # Kinds of rotary embedding that are the same function of the position at every length.
-_STEADY_ROPE = ("default", "linear", "llama3", "proportional")
+_STEADY_ROPE = ("default", "linear", "llama3", "proportional", "yarn")
 # Classes of other packages, such as adapters and quantised layers, may change their behaviour unnoticed.
 _KNOWN_PACKAGES = ("torch.nn.modules.", "transformers.")
 # transformers records hidden states by hooks, added on first use, which change nothing.

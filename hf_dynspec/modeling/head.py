@@ -47,6 +47,10 @@ class PackedRows:
         """Pack all rows anew at the next use, as the head's rows changed."""
         self._weight = self._bias = self._version = None
 
+    def expire(self) -> None:
+        """Pack all rows anew at the next use, in the same memory."""
+        self._version = None
+
     def update(self, head: "DynamicLMHead", shortlist: Shortlist) -> None:
         """Make row `i` the head's row for slot `i`. Does nothing if this version is packed already."""
         if shortlist.version == self._version and shortlist.slots.shape[0] == self._capacity:

@@ -14,6 +14,7 @@ from sampled_texts import FALSE_ALARM, uniformity
 from transformers import PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, OnlineAlignment, TreeConfig
+from hf_dynspec.rounds import recorded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -85,6 +86,37 @@ def test_texts_outgrow_a_graph(pairs):
         call = {"max_new_tokens": count, "eos_token_id": None}
         assert torch.equal(generate(target, 0, assistant_model=assistant, **call), generate(target, 0, **call))
     assert assistant.stats.lane == "fixed memory, as a graph"
+
+
+def test_a_capture_that_fails_leaves_all_as_it_was(pairs):
+    target, drafts = pairs["independent"]
+    assistant = DynSpecAssistant(drafts, POLICY_CASES["hybrid"](), target=target)
+    call = {"assistant_model": assistant, "do_sample": True, "temperature": 2.0, "eos_token_id": None}
+    generate(target, 0, **call)
+    stream, device = torch.cuda.current_stream(), torch.device("cuda", torch.cuda.current_device())
+    numbers = torch.zeros(4, device=device)
+    for run in (
+        lambda: numbers.add_(torch.rand_like(numbers)).sum().item(),
+        lambda: torch.cuda.Stream().wait_stream(torch.cuda.current_stream()),
+    ):
+        with pytest.raises(RuntimeError):
+            recorded.record(run, device)
+        assert torch.cuda.current_stream() == stream
+        assert torch.rand(100, device=device).unique().numel() > 90
+    texts = []
+    for seed in (0, 1, 0):
+        torch.manual_seed(seed)
+        texts.append(generate(target, 0, **call).tolist())
+    assert texts[0] == texts[2] != texts[1] and assistant.stats.lane == "fixed memory, as a graph"
+
+
+def test_what_waits_is_not_recorded(pairs):
+    """Eta's class checks a distribution, which looks at numbers."""
+    target, drafts = pairs["independent"]
+    assistant = DynSpecAssistant(drafts, POLICY_CASES["hybrid"](), target=target)
+    call = {"do_sample": True, "top_k": 0, "temperature": 1e-3, "eta_cutoff": 0.01, "eos_token_id": None}
+    assert torch.equal(generate(target, 0, assistant_model=assistant, **call), generate(target, 0, **call))
+    assert assistant.stats.lane.startswith("fixed memory, no graph: the host waits for the device in ")
 
 
 def test_a_seed_repeats_the_draws_of_a_graph(pairs):

@@ -1,119 +1,39 @@
-"""Rounds over fixed memory as a graph, on a device that is not there.
-
-The graph that takes CUDA's place here holds what a real one holds: operations, with the memory that each reads and
-writes. To launch it is to run them again on that memory, and nothing of the Python around them.
-"""
+"""Rounds over fixed memory as a graph, on a device that is not there: see `emulated_graphs`."""
 
 import copy
+import gc
 import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
 
+import families
 import image_models
 import pytest
 import torch
 from calls import SHAPES
 from cases import representatives
 from eagle_heads import agreeing_head, drafter_of, soft
+from emulated_graphs import Graph
 from models import POLICY_CASES, RandomShortlist, perturbed, prompt, tiny
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from test_all_families import NO_TARGET, VARIANTS
 
 pytest.importorskip("torch.utils.backend_registration", reason="torch knows no devices written in Python")
 
 from hf_dynspec import DynSpecAssistant, FullShortlist, devices
 from hf_dynspec.alignment.live_weights import LiveWeights
 from hf_dynspec.drafters import as_drafter
+from hf_dynspec.drafting import trees
 from hf_dynspec.evaluation.operations import pretended_device as pretended
-from hf_dynspec.evaluation.operations.counting import is_operation
 from hf_dynspec.evaluation.operations.pretended_device import move, pretended_device, to_device
 from hf_dynspec.generation import fixed_lane, verification
 from hf_dynspec.generation.arguments import CallArguments
 from hf_dynspec.generation.batch import why_general
 from hf_dynspec.modeling import head
 from hf_dynspec.rounds import Report, Round, recorded
+from hf_dynspec.shortlists.router.state import RouterState
 
 AS_A_GRAPH = "fixed memory, as a graph"
 IN_ROUNDS = tuple(name for name in POLICY_CASES if not name.startswith("auto"))
-
-
-class Graph:
-    """The operations of a function, with their memory."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self._monkeypatch = monkeypatch
-        # Each operation with its arguments, its tensors and those that it returned; views and reserved memory too.
-        self._noted: list[tuple[Callable, tuple, dict, list[torch.Tensor], list[torch.Tensor]]] = []
-        self.launched: list[tuple] = []
-
-    def record(self, run: Callable[[], None]) -> None:
-        run_on_the_cpu = pretended._on_the_cpu
-
-        def noted(func, args, kwargs):
-            args, kwargs = tree_map_only(pretended.PretendedTensor, lambda one: one.memory, (args, kwargs))
-            results = run_on_the_cpu(func, args, kwargs)
-            if kwargs.get("device") is not None:
-                kwargs["device"] = torch.device("cpu")
-            self._noted.append((func, args, kwargs, tensors_of((args, kwargs)), tensors_of(results)))
-            if is_operation(func, results):
-                self.launched.append(self._noted[-1])
-            return results
-
-        make_event = pretended._event
-
-        def checked(*arguments):
-            event = make_event(*arguments)
-            # A real device refuses to record what the host would wait for.
-            assert not event.waits, event.where
-            return event
-
-        with self._monkeypatch.context() as patched:
-            patched.setattr(pretended, "_on_the_cpu", noted)
-            patched.setattr(pretended, "_event", checked)
-            run()
-
-    def replay(self) -> None:
-        with _disable_current_modes():
-            for func, args, kwargs, _, results in self.launched:
-                for kept, one in zip(results, tensors_of(func(*args, **kwargs)), strict=True):
-                    if kept.data_ptr() != one.data_ptr():
-                        kept.copy_(one)
-
-    @property
-    def outside(self) -> list[tuple[str, list[int]]]:
-        """The operations by name, with the addresses that they read and write in memory that none of them made."""
-        made, found = set(), []
-        for func, _, _, inputs, results in self._noted:
-            found.append((func.name(), [one.data_ptr() for one in inputs if memory_of(one) not in made]))
-            made |= {memory_of(one) for one in results} - {memory_of(one) for one in inputs}
-        return found
-
-
-def tensors_of(values) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-@pytest.fixture
-def graphs(monkeypatch) -> list[Graph]:
-    """The graphs that were recorded, on a device that has them."""
-    made: list[Graph] = []
-
-    def record(run, device):
-        graph = Graph(monkeypatch)
-        # The device has to run what it records: so the first launch is done already.
-        graph.record(run)
-        launches = iter([None])
-        made.append(graph)
-        return lambda: next(launches, graph) and graph.replay()
-
-    monkeypatch.setattr(devices, "GRAPHS", frozenset({pretended.NAME}))
-    monkeypatch.setattr(recorded, "record", record)
-    return made
 
 
 def pair_there(kind: str, family: str = "llama"):
@@ -459,6 +379,151 @@ def test_a_round_that_cannot_be_recorded_is_launched(graphs, monkeypatch):
     assert torch.equal(text, plain(target))
     assert assistant.stats.lane == "fixed memory, no graph: RuntimeError: operation not permitted"
     assert abs(assistant.stats.accepted - expected) <= 3
+
+
+@pytest.mark.parametrize("policy", representatives("families", ("in_context", "hybrid", "router")))
+@pytest.mark.parametrize("fails_at", [0, 150, 10**6])
+def test_one_length_that_cannot_be_recorded_leaves_the_texts_alone(fails_at, policy, graphs, monkeypatch):
+    """Whatever other lengths had recorded: rows of shortlists are packed anew, and all rounds are launched."""
+    record, captures = recorded.record, []
+
+    def failing(run, device):
+        captures.append(run)
+        if len(captures) == 2:
+            Graph(monkeypatch).record(run, fails_at)
+        return record(run, device)
+
+    monkeypatch.setattr(recorded, "record", failing)
+    with pretended_device():
+        there, drafter, target = pair_there("eagle3")
+        settings = {"target": there, "num_assistant_tokens": "auto"}
+        assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), **settings)
+        lanes = []
+        for _ in range(2):
+            assert torch.equal(generate(there, assistant, max_new_tokens=70), plain(target, max_new_tokens=70))
+            lanes.append(assistant.stats.lane)
+    # The next call tries again.
+    assert lanes == ["fixed memory, no graph: RuntimeError: operation not permitted", AS_A_GRAPH]
+
+
+PROCESSORS = {
+    "temperature": {},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.9},
+    "min-p": {"min_p": 0.1},
+    "typical": {"typical_p": 0.9},
+    "epsilon": {"epsilon_cutoff": 0.01},
+    "eta": {"eta_cutoff": 0.01},
+    "penalty": {"repetition_penalty": 1.2},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", representatives("families", ("eta", *(one for one in PROCESSORS if one != "eta"))))
+def test_what_waits_is_not_recorded(kind, shape, graphs):
+    """Eta's class checks a distribution, which looks at numbers."""
+    with pretended_device():
+        there, drafter, target = pair_there("independent")
+        assistant = DynSpecAssistant(drafter, target=there, num_assistant_tokens=3, tree=SHAPES[shape])
+        settings = {"do_sample": True, "temperature": 1e-3, "top_k": 0, **PROCESSORS[kind]}
+        text = generate(there, assistant, **settings)
+        assert torch.equal(text, plain(target, **settings))
+    waits = "fixed memory, no graph: the host waits for the device in "
+    assert assistant.stats.lane.startswith(waits) if kind == "eta" else assistant.stats.lane == AS_A_GRAPH
+    assert len(graphs) == (kind != "eta")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_mixtures_of_experts_are_recorded_if_they_do_not_wait(waits, graphs, monkeypatch):
+    """torch's grouped product copies the sizes of groups to the host on most GPUs."""
+    if waits:
+        monkeypatch.setattr(pretended, "_WAITING", {*pretended._WAITING, "aten::bmm"})
+    target = without_grouped_products(families.model_of("mixtral"))
+    with pretended_device():
+        there, drafter = move(copy.deepcopy(target)), move(perturbed(target))
+        assistant = DynSpecAssistant(drafter, target=there, num_assistant_tokens=3)
+        assert torch.equal(generate(there, assistant), plain(target))
+    assert (len(graphs) == 0) == waits == ("no graph: the host waits" in assistant.stats.lane)
+
+
+def without_grouped_products(model):
+    """The model with experts by batched products: the CPU counts groups in no dtype that transformers asks for."""
+    if getattr(model.config, "_experts_implementation", None) is not None:
+        model.set_experts_implementation("batched_mm")
+    return model
+
+
+@pytest.mark.parametrize("family", representatives("families", dict.fromkeys(("gemma3_text", *families.SETTINGS))))
+def test_families(family, graphs):
+    """Each is recorded and writes its own text, or is launched and says why."""
+    target = without_grouped_products(families.model_of(family))
+    if family in NO_TARGET:
+        pytest.skip("is refused as a target")
+    with pretended_device():
+        there, drafter = move(copy.deepcopy(target)), move(copy.deepcopy(perturbed(tiny())))
+        assistant = DynSpecAssistant(drafter, target=there, num_assistant_tokens=3)
+        assert torch.equal(generate(there, assistant), plain(target))
+    lane = assistant.stats.lane
+    assert (lane == AS_A_GRAPH and len(graphs) == 1) or lane.startswith(
+        ("general: ", "fixed memory, no graph: the host")
+    )
+
+
+def test_yarn_is_recorded(graphs):
+    """Its rotation of a position is the same at every length."""
+    family, changes = VARIANTS["yarn"]
+    target = families.model_of(family, **changes)
+    with pretended_device():
+        there, drafter = move(copy.deepcopy(target)), move(copy.deepcopy(perturbed(target)))
+        assistant = DynSpecAssistant(drafter, target=there, num_assistant_tokens=3)
+        assert torch.equal(generate(there, assistant, max_new_tokens=60), plain(target, max_new_tokens=60))
+    assert assistant.stats.lane == AS_A_GRAPH and assistant.stats.accepted > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_graph_owns_what_it_reads(shape, graphs):
+    """Processors of a later call take the place of those of the first, and caches forget."""
+    with pretended_device():
+        there, drafter, target = pair_there("eagle3")
+        assistant = DynSpecAssistant(drafter, target=there, num_assistant_tokens=3, tree=SHAPES[shape])
+        for seed in range(3):
+            settings = {"do_sample": True, "temperature": 1e-3, "top_k": 5, "repetition_penalty": 1.2}
+            assert torch.equal(generate(there, assistant, 12, seed, **settings), plain(target, 12, seed, **settings))
+            trees._depths.cache_clear()
+            gc.collect()
+    assert len(graphs) == 1 and assistant.stats.lane == AS_A_GRAPH
+
+
+@pytest.mark.parametrize("policy", ["router", "union with a router"])
+def test_no_stream_of_a_router_is_left_alone(policy, graphs, monkeypatch):
+    """What a round lets go on beside it, it waits for: also if nothing is drafted."""
+    begun, rounds, (observe, select, run) = (
+        set(),
+        [],
+        (RouterState.observe_draft_inputs, RouterState.select, Round.run),
+    )
+
+    def noted_observe(self, *inputs):
+        begun.add(id(self))
+        return observe(self, *inputs)
+
+    def noted_select(self, *inputs):
+        begun.discard(id(self))
+        return select(self, *inputs)
+
+    def noted_run(self):
+        run(self)
+        rounds.append((self.steps, len(begun)))
+
+    monkeypatch.setattr(RouterState, "observe_draft_inputs", noted_observe)
+    monkeypatch.setattr(RouterState, "select", noted_select)
+    monkeypatch.setattr(Round, "run", noted_run)
+    with pretended_device():
+        there, drafter, _ = pair_there("eagle3")
+        settings = {"target": there, "num_assistant_tokens": "auto"}
+        assistant = DynSpecAssistant(drafter, POLICY_CASES[policy](), **settings)
+        generate(there, assistant, max_new_tokens=70)
+    assert {steps for steps, _ in rounds} >= {0, 5} and not any(left for _, left in rounds)
 
 
 ASKED = {
