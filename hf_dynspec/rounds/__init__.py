@@ -3,6 +3,7 @@
 - `round`: the stages. Every tensor that outlives a round stays at its address, lengths lie on the device, and no stage
   looks at a number. So all rounds are the same operations on the same memory.
 - `recorded`: a round as one CUDA graph.
+- `capture`: how a graph is made, so that a failure leaves no trace.
 """
 
 from .recorded import RecordedRound, recorded_forward_agrees

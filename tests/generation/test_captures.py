@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_dynspec.rounds import recorded
+from hf_dynspec.rounds import capture
 
 DEVICE = torch.device("cuda", 0)
 
@@ -31,9 +31,8 @@ class FakeCuda:
         self.default = FakeStream()
         self.streams = [self.default]
         self.capture: FakeGraph | None = None
-        # Pools that allocations go to, and pools in use.
+        # Pools that allocations go to.
         self.allocating: set[tuple[int, int]] = set()
-        self.pools: list[tuple[int, int]] = []
         self.generator_waits = False
         self.launched: list[str] = []
         self.fails_at: int | None = None
@@ -69,9 +68,6 @@ class FakeCuda:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.allocating.remove(pool)
 
-    def release(self, device: int, pool: tuple[int, int]) -> None:
-        self.pools.remove(pool)
-
 
 class FakeGraph:
     def __init__(self, cuda: FakeCuda):
@@ -83,7 +79,6 @@ class FakeGraph:
         assert not gc.isenabled()
         cuda.capture, cuda.generator_waits, self.pool = self, True, pool
         cuda.allocating.add(pool)
-        cuda.pools.append(pool)
 
     def capture_end(self) -> None:
         cuda, unjoined = self._cuda, self._cuda.unjoined
@@ -135,10 +130,9 @@ def cuda(monkeypatch) -> FakeCuda:
     for name, part in parts.items():
         monkeypatch.setattr(torch.cuda, name, part)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", fake.end_allocations, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", fake.release, raising=False)
     monkeypatch.setattr(torch, "rand", fake.rand)
-    monkeypatch.setattr(recorded, "_streams", recorded.defaultdict(list))
-    monkeypatch.setattr(recorded, "_replaced", recorded.Counter())
+    monkeypatch.setattr(capture, "_streams", capture.defaultdict(list))
+    monkeypatch.setattr(capture, "replaced", capture.Counter())
     return fake
 
 
@@ -149,7 +143,7 @@ def run_three(cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2, "the end", None])
 def test_a_capture_leaves_all_as_it_was(fails_at, cuda):
-    other = recorded.record(lambda: cuda.operation("other"), DEVICE)
+    other = capture.record(lambda: cuda.operation("other"), DEVICE)
     cuda.fails_at = fails_at if isinstance(fails_at, int) else None
 
     def run() -> None:
@@ -158,22 +152,22 @@ def test_a_capture_leaves_all_as_it_was(fails_at, cuda):
             cuda.unjoined.add(FakeStream())
 
     if fails_at is None:
-        recorded.record(run, DEVICE)()
-        assert cuda.launched == ["draft", "rand", "verify"] and not recorded._replaced[DEVICE]
+        capture.record(run, DEVICE)()
+        assert cuda.launched == ["draft", "rand", "verify"] and not capture.replaced[DEVICE]
     else:
         with pytest.raises(RuntimeError, match="not joined" if fails_at == "the end" else "not permitted"):
-            recorded.record(run, DEVICE)
+            capture.record(run, DEVICE)
         # Whoever draws now does so from another generator than graphs that were there.
-        assert recorded._replaced[DEVICE] == 1
+        assert capture.replaced[DEVICE] == 1
     assert cuda.streams == [cuda.default] and cuda.capture is None and gc.isenabled()
-    assert not cuda.allocating and len(cuda.pools) == (2 if fails_at is None else 1)
+    assert not cuda.allocating
     cuda.launched.clear()
     cuda.rand(1, device=DEVICE)
     other()
     assert cuda.launched == ["rand", "other"]
     # What is recorded next works.
     cuda.fails_at = None
-    recorded.record(lambda: run_three(cuda), DEVICE)()
+    capture.record(lambda: run_three(cuda), DEVICE)()
     assert cuda.launched[2:] == ["draft", "rand", "verify"]
 
 
@@ -183,10 +177,10 @@ def test_graphs_that_live_have_streams_of_their_own(cuda, monkeypatch):
     monkeypatch.setattr(
         FakeGraph, "capture_begin", lambda self, **some: (used.append(cuda.current_stream()), begin(self, **some))
     )
-    first, second = (recorded.record(lambda: run_three(cuda), DEVICE) for _ in range(2))
+    first, second = (capture.record(lambda: run_three(cuda), DEVICE) for _ in range(2))
     assert used[0] is not used[1]
     del first
-    third = recorded.record(lambda: run_three(cuda), DEVICE)
+    third = capture.record(lambda: run_three(cuda), DEVICE)
     assert used[2] is used[0] and second is not third
 
 
@@ -195,7 +189,7 @@ def test_waits_of_this_thread_are_noted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
     with pytest.warns(UserWarning, match="another") as others:
-        with recorded.noting_waits(DEVICE) as places:
+        with capture.noting_waits(DEVICE) as places:
             assert mode[-1] == "warn"
             for _ in range(2):
                 warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)

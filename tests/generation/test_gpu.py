@@ -14,7 +14,7 @@ from sampled_texts import FALSE_ALARM, uniformity
 from transformers import PreTrainedModel
 
 from hf_dynspec import DynSpecAssistant, OnlineAlignment, TreeConfig
-from hf_dynspec.rounds import recorded
+from hf_dynspec.rounds import capture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -100,7 +100,7 @@ def test_a_capture_that_fails_leaves_all_as_it_was(pairs):
         lambda: torch.cuda.Stream().wait_stream(torch.cuda.current_stream()),
     ):
         with pytest.raises(RuntimeError):
-            recorded.record(run, device)
+            capture.record(run, device)
         assert torch.cuda.current_stream() == stream
         assert torch.rand(100, device=device).unique().numel() > 90
     texts = []
