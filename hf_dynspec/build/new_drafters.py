@@ -32,6 +32,11 @@ _HEAD_DIM = 64
 _MOST_ROWS = 32_768
 
 
+def default_layout(layers: int) -> str:
+    """The layout of a new head for a target with so many layers."""
+    return "eagle3" if layers >= _FEWEST_LAYERS else "eagle2"
+
+
 def hidden_states_read(layers: int) -> tuple[int, ...]:
     """The hidden states that a new EAGLE-3 head reads of a target with so many layers: EAGLE's own choice, or three
     others if the target is too shallow for it.
