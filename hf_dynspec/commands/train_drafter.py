@@ -100,18 +100,19 @@ def eagle(
     same command run again continues what was stopped. `accelerate launch` (on CPUs with its --multi_gpu) runs it on
     several processes.
     """
-    from ..build.new_drafters import LAYOUTS, default_layout, hidden_states_read, new_eagle_head
+    from ..build.new_drafters import FEWEST_LAYERS, LAYOUTS, hidden_states_read, new_eagle_head
     from ..fields import OneOf
 
     OneOf(LAYOUTS).require("layout", layout or LAYOUTS[0])
     if layout != "eagle2":
         layers = _require_target(target).num_hidden_layers
-        if layout is None and (layout := default_layout(layers)) == "eagle2":
+        if layout is None and layers < FEWEST_LAYERS:
+            layout = "eagle2"
             typer.echo(
-                f"the target has {layers} layers, too few for an EAGLE-3 head: this is an EAGLE-2 head", err=True
+                f"the target's {layers} layers are too few for an EAGLE-3 head: this is an EAGLE-2 head", err=True
             )
-    if layout == "eagle3":
-        hidden_states_read(layers)
+        else:
+            layout, _ = "eagle3", hidden_states_read(layers)
     shape = {"layout": layout, "intermediate_size": intermediate_size, "seed": seed}
     _train(context, {"kind": "eagle", **shape}, lambda model: partial(new_eagle_head, model, **shape))
 

@@ -64,9 +64,9 @@ class TargetForward:
             # Before anything is run with an attention that may not be installed.
             require_tree_masks(model)
         self.rollback = Rollback(model)
-        require_cache(model)
+        cache = require_cache(model)
         if not self.rollback.has_states:
-            require_rows_apart(model)
+            require_rows_apart(model, cache)
         if verifies_trees:
             require_no_state(model)
             require_known_kinds(model)

@@ -1,6 +1,7 @@
 """Checks of a target at binding: whether its cache can be rolled back, whether it takes trees, and up to which length
 its rotary embedding is stable."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +38,8 @@ Verify = Callable[[torch.Tensor, Candidates, DynamicCache], torch.Tensor]
 
 
 @torch.no_grad()
-def require_cache(model: PreTrainedModel) -> None:
-    """Check that a target has a cache that can be rolled back.
+def require_cache(model: PreTrainedModel) -> DynamicCache:
+    """Check that a target has a cache that can be rolled back. Returns one of two tokens.
 
     Raises:
         UnsupportedError: it does not.
@@ -61,36 +62,41 @@ def require_cache(model: PreTrainedModel) -> None:
             f"{name} keeps no cache of what it has read, without which verification would read the whole text in "
             "every round. Generate without an assistant."
         )
+    return cache
 
 
 @torch.no_grad()
-def require_rows_apart(model: PreTrainedModel) -> None:
-    """Check that a target in fp32 says the same of a token however many are read with it. In 16 bits, where rounding
-    depends on that number, nothing is checked.
+def require_rows_apart(model: PreTrainedModel, cache: DynamicCache) -> None:
+    """Check that a target in fp32 says the same of a token however many are read with it, after those of a cache. In
+    16 bits, where rounding depends on that number, nothing is checked.
 
     Raises:
         UnsupportedError: it does not.
     """
     if not computes_in_fp32(model):
         return
-    config, device = model.config.get_text_config(), input_device(model)
-    count = min(_READ_AT_ONCE, rope_limit(config)[0] or _READ_AT_ONCE)
+    config, device, before = model.config.get_text_config(), input_device(model), cached_tokens(cache)
+    limits = _READ_AT_ONCE, rope_limit(config)[0], getattr(config, "max_position_embeddings", None)
+    count = min(one for one in limits if one) - before
     tokens = _arbitrary_text(model, count)
 
     def read(*ends: int) -> torch.Tensor:
-        cache, logits = DynamicCache(config=config), []
+        ours, logits = copy.deepcopy(cache), []
         for first, end in zip((0, *ends), ends, strict=False):
-            inputs = cache_inputs(cache) | positions_from(model, first, end - first, device)
+            inputs = cache_inputs(ours) | positions_from(model, before + first, end - first, device)
             logits.append(model(input_ids=tokens[:, first:end], **inputs).logits[0].float())
         return torch.cat(logits)
 
     at_once, apart = read(count), read(count - 1, count)
     if not agree(model, at_once, apart):
         require_finite_weights(model, torch.cat([at_once, apart]))
+        name = type(model).__name__
+        if model.training:
+            raise UnsupportedError(f"{name} is in training mode, in which its outputs are random: call eval().")
         raise UnsupportedError(
-            f"{type(model).__name__} says something else of a token if it reads other tokens with it, as models do "
-            "that quantise activations while they run, so no draft can be verified in one forward. Quantise its "
-            "weights alone, or generate without an assistant."
+            f"{name} says something else of a token if it reads other tokens with it, as models do that quantise "
+            "activations while they run, so no draft can be verified in one forward. Quantise its weights alone, or "
+            "generate without an assistant."
         )
 
 

@@ -125,7 +125,7 @@ def test_a_target_of_two_layers_gets_a_head_that_reads_one_state_and_a_line_says
     shallow = ("--target", tmp_path / "target")
     refused = invoke(*command("eagle", folder, tmp_path / "head", "--layout", "eagle3", *shallow))
     assert "2 layers" in str(refused.exception)
-    assert "the target has 2 layers, too few for an EAGLE-3 head" in train(
+    assert "the target's 2 layers are too few for an EAGLE-3 head" in train(
         "eagle", folder, tmp_path / "head", *shallow
     )
     assert EagleDrafter.from_pretrained(tmp_path / "head", target=target).settings.generation == 2

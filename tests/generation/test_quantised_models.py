@@ -93,6 +93,11 @@ def test_a_target_whose_rows_change_each_other_is_refused_for_that_reason(shape,
         DynSpecAssistant(perturbed(tiny()), target=target, tree=SHAPES[shape])
 
 
+def test_a_target_whose_outputs_are_random_is_refused_for_that_reason():
+    with pytest.raises(UnsupportedError, match="training mode"):
+        DynSpecAssistant(perturbed(tiny()), target=tiny(attention_dropout=0.5).train())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["gemma3_text", "phimoe", "qwen3_moe"])
 def test_targets_of_16_bits_are_not_asked_to_round_alike(family, dtype):
