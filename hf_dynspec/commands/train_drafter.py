@@ -69,8 +69,7 @@ def eagle(
     layout: Annotated[
         str | None,
         typer.Option(
-            help="eagle3: reads three hidden states, and is for vLLM and SGLang too. eagle2: the last. Default: "
-            "eagle3, and eagle2 for targets of one or two layers."
+            help="eagle3: reads three hidden states, for vLLM and SGLang too. eagle2: one. Default: as fits."
         ),
     ] = None,
     intermediate_size: Annotated[

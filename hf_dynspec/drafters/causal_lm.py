@@ -23,7 +23,7 @@ from .traced_step import GrownLayers, TracedStep, trace_step
 from .weights_watch import WeightsWatch
 
 # The most that hidden states of a drafter may differ by rounding to 16 bits or by quantised numbers, relative to the
-# largest; and the least and most by which tokens change each other if their activations are quantised together.
+# largest; and the least and most by which later tokens change them by a common scale of activations, not by attention.
 _ROUNDING, _SHARED_SCALES = 5e-2, (1e-3, 0.3)
 
 
@@ -221,7 +221,6 @@ class CausalLMDrafter(Drafter):
             return True
         text, (least, most) = self._arbitrary_tokens(16), _SHARED_SCALES
         first, second = (self.start().advance(one)[7] for one in (text, torch.cat([text[:8], text[:8]])))
-        # Much larger are those of decoders that attend to later tokens.
         return least < _difference(first, second) < most
 
     def _arbitrary_tokens(self, count: int) -> torch.Tensor:

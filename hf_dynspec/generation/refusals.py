@@ -61,14 +61,11 @@ def _check_sharding(target: PreTrainedModel) -> None:
 
 
 def check_clocks(target: PreTrainedModel, assistant: Assistant) -> None:
-    """Refuse drafting by a clock for a tensor-parallel target, whose processes must verify the same drafts.
-
-    Raises:
-        UnsupportedError: names the setting and what to use instead.
-    """
-    policy, config = assistant.policy, assistant.generation_config
+    """Refuse drafting by a clock for a tensor-parallel target, whose processes must verify the same drafts
+    (`UnsupportedError`)."""
+    policy, length = assistant.policy, assistant.generation_config.num_assistant_tokens
     by_clock = {
-        "num_assistant_tokens='auto'": (config.num_assistant_tokens == AUTO, "set a number of tokens"),
+        "num_assistant_tokens='auto'": (length == AUTO, "set a number of tokens"),
         "the policy 'auto'": (len(policy.alternatives(None)) > 1, "name one policy, such as 'hybrid'"),
         "alignment": (assistant.alignment is not None, "leave it out"),
         "retrieval in a thread": (_retrieves_beside(policy), "make the policy with synchronous=True"),
@@ -76,8 +73,7 @@ def check_clocks(target: PreTrainedModel, assistant: Assistant) -> None:
     for name, (is_asked, fix) in by_clock.items():
         if is_asked and is_tensor_parallel(target):
             raise UnsupportedError(
-                f"{name} goes by the clock of each process, and the processes of a tensor-parallel target must verify "
-                f"the same drafts: {fix}."
+                f"{name} goes by each process's clock, and those of a tensor-parallel target must draft alike: {fix}."
             )
 
 

@@ -67,12 +67,8 @@ def require_cache(model: PreTrainedModel) -> DynamicCache:
 
 @torch.no_grad()
 def require_rows_apart(model: PreTrainedModel, cache: DynamicCache) -> None:
-    """Check that a target in fp32 says the same of a token however many are read with it, after those of a cache. In
-    16 bits, where rounding depends on that number, nothing is checked.
-
-    Raises:
-        UnsupportedError: it does not.
-    """
+    """Check that a target in fp32 says the same of a token however many are read with it, after those of a cache
+    (`UnsupportedError`). In 16 bits, where rounding depends on that number, nothing is checked."""
     if not computes_in_fp32(model):
         return
     config, device, before = model.config.get_text_config(), input_device(model), cached_tokens(cache)

@@ -124,8 +124,7 @@ def require_finite_weights(model: nn.Module, outputs: torch.Tensor | None = None
         UnsupportedError: a parameter holds NaN or infinity, or its `outputs` do.
     """
     for name, one in model.named_parameters():
-        can_be_read = is_memory(one) and one.is_floating_point() and one.device.type != "meta"
-        if can_be_read and not bool(one.isfinite().all()):
+        if is_memory(one) and one.is_floating_point() and one.device.type != "meta" and not bool(one.isfinite().all()):
             raise UnsupportedError(
                 f"{type(model).__name__} holds NaN or infinity in {name}. Load it anew, and not in fp16 if it was "
                 "trained in bf16."

@@ -194,7 +194,7 @@ def test_targets_that_cannot_be_learnt_from_are_refused_before_any_work(folder, 
     problems = {"shallow": "has 2 layers", "encoder": "encoder-decoder", "quantised": "is quantised"}
     for name, problem in problems.items():
         (tmp_path / name / "texts.jsonl").write_text('{"text": "w1"}')
-        result = invoke(*command("eagle", tmp_path / name, tmp_path / "head"))
+        result = invoke(*command("eagle", tmp_path / name, tmp_path / "head", "--layout", "eagle3"))
         assert isinstance(result.exception, UnsupportedError) and problem in str(result.exception)
     assert not (tmp_path / "head").exists()
     (tmp_path / "head").mkdir()

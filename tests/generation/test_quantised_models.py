@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hf_dynspec import DynSpecAssistant, UnsupportedError
+from hf_dynspec import DynSpecAssistant, OnlineAlignment, UnsupportedError
 from hf_dynspec.drafters.weights_watch import WeightsWatch
 from hf_dynspec.modeling.parts import require_finite_weights
 
@@ -124,6 +124,17 @@ def test_packed_weights_make_a_target_like_any_other(shape, kind):
     assert_same(target, assistant)
     assert_same(target, assistant, cache_implementation="static")
     assert_same(target, assistant, torch.cat([prompt(), prompt(seed=1)]))
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_alignment_beside_a_packed_target_and_of_a_packed_drafter(kind):
+    target, drafter, settings = WEIGHTS[kind](tiny()), perturbed(tiny()), OnlineAlignment(synchronous=True)
+    assistant = DynSpecAssistant(drafter, target=target, alignment=settings)
+    for seed in range(3):
+        assert_same(target, assistant, prompt(seed=seed))
+    assert assistant.alignment.stats.updates and assistant.alignment.stats.error is None
+    with pytest.raises(UnsupportedError, match="which is packed: load the drafter unpacked"):
+        DynSpecAssistant(WEIGHTS[kind](drafter), target=target, alignment=settings)
 
 
 def test_a_change_of_packed_weights_is_noticed():

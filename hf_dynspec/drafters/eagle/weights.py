@@ -84,7 +84,6 @@ class FusedWeights:
             return _Norm(torch.stack(parts) if len(parts) > 1 else parts[0], settings.rms_norm_eps)
 
         own = one("embed_tokens.weight")
-        # Of a padded target, the ids beyond the head's own embedding.
         missing = 0 if own is None else embedding.shape[0] - own.shape[0]
         attention = "layer.self_attn."
         return cls(

@@ -175,7 +175,6 @@ def _take_replaced(
 def _are_copies(stored: Any, lent: torch.Tensor, name: str) -> bool:
     """Whether a matrix of a file, as a slice of safetensors, has the lent one's numbers in a sample of rows."""
     shape = tuple(stored.get_shape())
-    # The target may have been padded since it was loaded.
     if shape[1:] != tuple(lent.shape[1:]) or not 0 <= lent.shape[0] - shape[0] < LARGEST_PADDING:
         problem = f"has shape {list(shape)}, and the target's {list(lent.shape)}"
         raise ArtifactError(name, problem, "Use the checkpoint of this target.")

@@ -150,7 +150,6 @@ class MtpDrafter(Drafter):
     def require_target(self, target: PreTrainedModel) -> None:
         config = target.config.get_text_config()
         width, rows = self._sizes
-        # The target may be padded afterwards.
         if config.hidden_size != width or not 0 <= config.vocab_size - rows < LARGEST_PADDING:
             sizes = "hidden states of {} and {} tokens"
             problem = f"are for {sizes.format(*self._sizes)}; it has {config.hidden_size} and {config.vocab_size}"
