@@ -156,9 +156,9 @@ def projection_of(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
         return projection.weight, projection.bias
     if is_tensor_parallel(model):
         raise UnsupportedError(
-            f"{type(model).__name__} is spread over processes by a tp_plan, so none has all rows of its output "
-            "projection. Load a drafter without tp_plan, whole in each process; EAGLE heads, MTP layers and policies "
-            "that read the target's rows need a target without one."
+            f"{type(model).__name__} is spread over processes, as by a tp_plan, so none has all rows of its "
+            "output projection. Load a drafter without tp_plan, whole in each process; EAGLE heads, MTP layers and "
+            "policies that read the target's rows need a target without one."
         )
     config, device = model.config.get_text_config(), input_device(model)
     try:
