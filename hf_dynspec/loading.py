@@ -27,12 +27,9 @@ from transformers.utils import logging
 from .drafters import CausalLMDrafter, Drafter
 from .drafters.dflash import DFlashDrafter
 from .errors import ConfigurationError, UnsupportedError, counted, warn_user
-from .modeling.parts import output_rows
+from .modeling.parts import LARGEST_PADDING, output_rows
 from .vocabulary import as_token_ids
 
-# Embeddings are padded to a multiple of at most this, so that siblings differ by less: Qwen2.5-7B has 152,064 rows,
-# its 0.5B sibling 151,936, and their tokenizer 151,665 entries.
-_LARGEST_PADDING = 1024
 _NO_TOKENIZER = "there are no files of one"
 # In all layouts; models have `layers` within them.
 _NAMES_IN_EAGLE_HEADS = ("fc.", "midlayer.", "d2t", "t2d")
@@ -323,7 +320,7 @@ def shared_rows(target_rows: int, drafter_rows: int) -> int:
     Raises:
         UnsupportedError: they differ by more than padding.
     """
-    if abs(target_rows - drafter_rows) >= _LARGEST_PADDING:
+    if abs(target_rows - drafter_rows) >= LARGEST_PADDING:
         raise UnsupportedError(
             f"the target scores {target_rows:,} token ids and the drafter {drafter_rows:,}, so they have different "
             f"tokenizers. {_ALTERNATIVE}"

@@ -21,6 +21,7 @@ from torch import nn
 from ..devices import compute_alone
 from ..errors import ConfigurationError, shown_value, warn_user
 from ..fields import require_name
+from ..modeling.parts import is_memory
 from .adapter import FIRST_ADAPTER, Adapter, Budget
 from .learner import Learner
 from .live_weights import DraftingLock, LiveWeights
@@ -435,7 +436,7 @@ class Aligner:
 
     def _require_apart(self, target: nn.Module) -> None:
         """Refuse to learn weights that are the target's too, such as an embedding that it lends."""
-        theirs = {one.untyped_storage().data_ptr() for one in target.parameters()}
+        theirs = {one.untyped_storage().data_ptr() for one in target.parameters() if is_memory(one)}
         own = dict(self._module.named_parameters())
         for name in self.learner.base_weights():
             if own[name].untyped_storage().data_ptr() in theirs:

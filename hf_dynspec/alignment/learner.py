@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..drafters.base import Drafter
-from ..errors import ConfigurationError, shown_text
+from ..errors import ConfigurationError, UnsupportedError, shown_text
+from ..modeling.parts import is_memory
 from .objectives import OBJECTIVES, Horizon, choose_places, unroll
 from .replay import Trajectory
 from .settings import ALL_LINEAR, ALL_PARAMETERS, OnlineAlignment
@@ -42,12 +43,15 @@ class Learner:
 
     Raises:
         ConfigurationError: the drafter has no modules of the names in `settings.modules`, or peft cannot adapt them.
-        NotImplementedError: the drafter cannot be copied.
+        NotImplementedError, UnsupportedError: the drafter cannot be copied, or its weights are packed.
     """
 
     def __init__(self, drafter: Drafter, settings: OnlineAlignment):
         self.settings = settings
         self.dropped = 0
+        packed = next((name for name, one in drafter.module.named_parameters() if not is_memory(one)), None)
+        if packed is not None:
+            raise UnsupportedError(f"alignment cannot change {packed}, which is packed: load the drafter unpacked.")
         with torch.inference_mode(False):
             self.drafter = drafter.copy()
             module = self.drafter.module

@@ -20,7 +20,7 @@ from ..generation.binding import TargetHook, attach
 from ..generation.conversation import Conversation
 from ..generation.draft_once import draft_once
 from ..generation.generate_call import GenerateCall
-from ..generation.refusals import check_target
+from ..generation.refusals import check_clocks, check_target
 from ..generation.sessions import Lane, SessionPool
 from ..generation.target import TargetForward
 from ..loading import draftable_eos_token_ids, scored_rows, shared_rows, shared_tokenizer, shared_vocabulary_size
@@ -101,6 +101,7 @@ class BoundAssistant(Assistant):
 
     def _bind(self, target: PreTrainedModel) -> None:
         """Attach to a target that the drafter drafts for."""
+        check_clocks(target, self, self.generation_config)
         before, pair = self._binding, (self.drafter, self._given_tokenizer)
         if before is not None and before.target() is target and all(map(operator.is_, before.pair, pair)):
             tokenizer = self.tokenizer

@@ -16,7 +16,7 @@ from ..modeling.parts import decoder_of
 LAYOUTS = ("eagle3", "eagle2")
 # The fewest layers of a target that give three different hidden states; and the fewest with EAGLE's own choice, which
 # leaves out the last layers. They are a large part of a shallow target, and a head cannot make up for them.
-_FEWEST_LAYERS, _FEWEST_USUAL = 3, 16
+FEWEST_LAYERS, _FEWEST_USUAL = 3, 16
 # The part of random inputs and outputs beside those that are made from the target's hidden states.
 _SMALL = 0.1
 # How sharply a new attention head tells its own token from others.
@@ -39,7 +39,7 @@ def hidden_states_read(layers: int) -> tuple[int, ...]:
     Raises:
         UnsupportedError: there are no three.
     """
-    if layers < _FEWEST_LAYERS:
+    if layers < FEWEST_LAYERS:
         raise UnsupportedError(
             f"the target has {layers} layers, and an EAGLE-3 head reads the hidden states of three. Train an EAGLE-2 "
             "head (--layout eagle2), or a drafter of its own."

@@ -67,8 +67,11 @@ def eagle(
     more: MoreData = None,
     text_field: options.TextField = "text",
     layout: Annotated[
-        str, typer.Option(help="eagle3: reads three hidden states, and is for vLLM and SGLang too. eagle2: the last.")
-    ] = "eagle3",
+        str | None,
+        typer.Option(
+            help="eagle3: reads three hidden states, for vLLM and SGLang too. eagle2: one. Default: as fits."
+        ),
+    ] = None,
     intermediate_size: Annotated[
         int | None, typer.Option(min=1, help="Width of the layer's MLP. Default: the target's.")
     ] = None,
@@ -96,12 +99,19 @@ def eagle(
     same command run again continues what was stopped. `accelerate launch` (on CPUs with its --multi_gpu) runs it on
     several processes.
     """
-    from ..build.new_drafters import LAYOUTS, hidden_states_read, new_eagle_head
+    from ..build.new_drafters import FEWEST_LAYERS, LAYOUTS, hidden_states_read, new_eagle_head
     from ..fields import OneOf
 
-    OneOf(LAYOUTS).require("layout", layout)
-    if layout == "eagle3":
-        hidden_states_read(_require_target(target).num_hidden_layers)
+    OneOf(LAYOUTS).require("layout", layout or LAYOUTS[0])
+    if layout != "eagle2":
+        layers = _require_target(target).num_hidden_layers
+        if layout is None and layers < FEWEST_LAYERS:
+            layout = "eagle2"
+            typer.echo(
+                f"the target's {layers} layers are too few for an EAGLE-3 head: this is an EAGLE-2 head", err=True
+            )
+        else:
+            layout, _ = "eagle3", hidden_states_read(layers)
     shape = {"layout": layout, "intermediate_size": intermediate_size, "seed": seed}
     _train(context, {"kind": "eagle", **shape}, lambda model: partial(new_eagle_head, model, **shape))
 

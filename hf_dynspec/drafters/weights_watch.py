@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..modeling.parts import is_memory
+
 # Attributes of peft's layers that may change without any tensor.
 _ADAPTER_SETTINGS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 # Compared numbers of a tensor, spread over it.
@@ -99,7 +101,7 @@ def stamp(tensors: Iterable[torch.Tensor], samples: bool = False) -> list[Any]:
     some of their numbers."""
     tensors = list(tensors)
     marks = list(chain.from_iterable(map(_marks_of, tensors)))
-    on_cpu = [one for one in tensors if samples and one.device.type == "cpu" and one.numel()]
+    on_cpu = [one for one in tensors if samples and one.device.type == "cpu" and one.numel() and is_memory(one)]
     if on_cpu:
         # Bits, since NaN differs from itself; and all at once, as each comparison would take as long.
         marks.append(torch.cat([_sample(one) for one in on_cpu]).view(torch.uint8).numpy().tobytes())

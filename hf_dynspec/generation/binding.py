@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..cache_names import is_recurrent
 from ..errors import NotBoundError
 from ..kernels import given_way, in_plain_torch
 from .arguments import CallArguments, prepare_cache, prepare_stop_strings, take_healer
@@ -74,6 +75,8 @@ class TargetHook:
         """Put the previous attributes back, unless somebody else has replaced this hook by now. If that calls this
         hook, it goes on to the previous attributes."""
         target = self._target()
+        if target is not None:
+            vars(target).pop("_is_stateful", None)
         for name in _HOOKED if target is not None else ():
             if getattr(vars(target).get(name), "__self__", None) is not self:
                 continue
@@ -168,6 +171,9 @@ def attach(target: PreTrainedModel, assistant: Bindable, forward: TargetForward)
         hook = _hook_of(target)
         if hook is None:
             hook = TargetHook(target, {name: vars(target)[name] for name in _HOOKED if name in vars(target)})
+            if getattr(target, "_is_stateful", False) and not is_recurrent(target):
+                # A flag of the whole class, by which transformers would refuse hybrids of attention layers alone.
+                target._is_stateful = False
             target.generate = hook.generate
             target._get_candidate_generator = hook.candidate_generator
         hook.add(assistant, forward)

@@ -27,6 +27,7 @@ from ..stats import DraftingStatistics, Stopwatch
 from ..tree_config import AUTO, LONGEST_DRAFT
 from .bindable import Assistant
 from .feedback import TargetFeedback
+from .refusals import check_clocks
 from .target import RowsBuffer, entries_with
 from .verification import BestTokens, Outcome
 from .verified_text import VerifiedText
@@ -117,6 +118,7 @@ class GenerateCall:
         """
         assistant, target = self._assistant, self._target
         require_drafting_settings(self.settings)
+        check_clocks(target.model, assistant, self.settings)
         # Reading the version makes the drafter take up a head that was replaced.
         _ = assistant.drafter.weights_version
         assistant.require_rows()

@@ -8,8 +8,11 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache_names import CACHE, cached_tokens
 from ..errors import UnsupportedError
-from ..modeling.parts import require_real_tokens
+from ..modeling.parts import is_tensor_parallel, require_real_tokens
+from ..shortlists import ShortlistPolicy
+from ..tree_config import AUTO
 from .arguments import CACHES_THAT_CAN_BE_CROPPED, STATIC_CACHE, CallArguments
+from .bindable import Assistant
 
 # Ways to generate that transformers chooses by a setting, and that leave no place for an assistant.
 _OTHER_METHODS = {
@@ -55,6 +58,29 @@ def _check_sharding(target: PreTrainedModel) -> None:
             "the target's parameters are sharded by FSDP or DeepSpeed ZeRO-3, where all processes must run in step. "
             "Load the model with device_map='auto' to spread it over devices, or generate without an assistant."
         )
+
+
+def check_clocks(target: PreTrainedModel, assistant: Assistant, settings: GenerationConfig) -> None:
+    """Refuse drafting by a clock for a tensor-parallel target, whose processes must verify the same drafts
+    (`UnsupportedError`)."""
+    policy, length = assistant.policy, settings.num_assistant_tokens
+    by_clock = {
+        "num_assistant_tokens='auto'": (length == AUTO, "set a number of tokens"),
+        "the policy 'auto'": (len(policy.alternatives(None)) > 1, "name one policy, such as 'hybrid'"),
+        "alignment": (assistant.alignment is not None, "leave it out"),
+        "retrieval in a thread": (_retrieves_beside(policy), "make the policy with synchronous=True"),
+    }
+    for name, (is_asked, fix) in by_clock.items():
+        if is_asked and is_tensor_parallel(target):
+            raise UnsupportedError(
+                f"{name} goes by each process's clock, and those of a tensor-parallel target must draft alike: {fix}."
+            )
+
+
+def _retrieves_beside(policy: ShortlistPolicy) -> bool:
+    """Whether a policy or a part of it takes up what a thread is done with."""
+    parts = getattr(policy, "policies", ())
+    return getattr(policy, "synchronous", None) is False or any(map(_retrieves_beside, parts))
 
 
 def check_call(target: PreTrainedModel, call: CallArguments, settings: GenerationConfig) -> None:

@@ -28,6 +28,7 @@ from .target_limits import (
     require_batches,
     require_cache,
     require_no_state,
+    require_rows_apart,
     require_trees,
     rope_limit,
 )
@@ -50,7 +51,7 @@ class TargetForward:
         rollback: rolls its caches back.
 
     Raises:
-        UnsupportedError: its cache cannot be rolled back, or it cannot verify trees.
+        UnsupportedError: its cache cannot be rolled back, or it cannot verify chains or trees.
     """
 
     def __init__(self, model: PreTrainedModel, fast_head: bool = True, verifies_trees: bool = False):
@@ -63,7 +64,9 @@ class TargetForward:
             # Before anything is run with an attention that may not be installed.
             require_tree_masks(model)
         self.rollback = Rollback(model)
-        require_cache(model)
+        cache = require_cache(model)
+        if not self.rollback.has_states:
+            require_rows_apart(model, cache)
         if verifies_trees:
             require_no_state(model)
             require_known_kinds(model)

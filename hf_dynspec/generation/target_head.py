@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..drafters.weights_watch import WeightsWatch
 from ..modeling.head import DynamicLMHead
-from ..modeling.parts import decoder_of, projection_of, scale_and_cap
+from ..modeling.parts import decoder_of, is_plain, projection_of, scale_and_cap
 from ..protocol import HeadRows
 
 
@@ -77,7 +77,7 @@ def _settings_of(model: PreTrainedModel) -> tuple[Any, ...]:
 def _fast_head(model: PreTrainedModel) -> DynamicLMHead | None:
     """The target's output projection with this package's product; None if there is no faster one."""
     projection = model.get_output_embeddings()
-    if type(projection) is not nn.Linear or projection.weight.device.type != "cpu":
+    if type(projection) is not nn.Linear or not is_plain(projection) or projection.weight.device.type != "cpu":
         return None
     # In a model of images and text, other modules run before the decoder.
     if decoder_of(model) is not model.base_model:

@@ -1,6 +1,7 @@
 """Checks of a target at binding: whether its cache can be rolled back, whether it takes trees, and up to which length
 its rotary embedding is stable."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..memory.recurrent import positions_from
 from ..modeling.parts import (
     FORWARD_ERRORS,
     agree,
+    computes_in_fp32,
     input_device,
     output_rows,
     placeholder_ids,
@@ -27,8 +29,8 @@ from ..protocol import Candidates
 _CHANGING_ROPE = ("dynamic", "longrope")
 # The most memory for the caches of a check.
 _MOST_CACHE_BYTES = 2**29
-# The tokens that are read for them.
-_READ = 32
+# The tokens that are read for them, and for the check that rows do not change each other.
+_READ, _READ_AT_ONCE = 32, 16
 
 # Takes a text, int64 `[1, n]`, whose tokens except the last are cached, and a tree; returns the logits `[k + 1, V]`
 # after the last token and after each node.
@@ -36,8 +38,8 @@ Verify = Callable[[torch.Tensor, Candidates, DynamicCache], torch.Tensor]
 
 
 @torch.no_grad()
-def require_cache(model: PreTrainedModel) -> None:
-    """Check that a target has a cache that can be rolled back.
+def require_cache(model: PreTrainedModel) -> DynamicCache:
+    """Check that a target has a cache that can be rolled back. Returns one of two tokens.
 
     Raises:
         UnsupportedError: it does not.
@@ -59,6 +61,38 @@ def require_cache(model: PreTrainedModel) -> None:
         raise UnsupportedError(
             f"{name} keeps no cache of what it has read, without which verification would read the whole text in "
             "every round. Generate without an assistant."
+        )
+    return cache
+
+
+@torch.no_grad()
+def require_rows_apart(model: PreTrainedModel, cache: DynamicCache) -> None:
+    """Check that a target in fp32 says the same of a token however many are read with it, after those of a cache
+    (`UnsupportedError`). In 16 bits, where rounding depends on that number, nothing is checked."""
+    if not computes_in_fp32(model):
+        return
+    config, device, before = model.config.get_text_config(), input_device(model), cached_tokens(cache)
+    limits = _READ_AT_ONCE, rope_limit(config)[0], getattr(config, "max_position_embeddings", None)
+    count = min(one for one in limits if one) - before
+    tokens = _arbitrary_text(model, count)
+
+    def read(*ends: int) -> torch.Tensor:
+        ours, logits = copy.deepcopy(cache), []
+        for first, end in zip((0, *ends), ends, strict=False):
+            inputs = cache_inputs(ours) | positions_from(model, before + first, end - first, device)
+            logits.append(model(input_ids=tokens[:, first:end], **inputs).logits[0].float())
+        return torch.cat(logits)
+
+    at_once, apart = read(count), read(count - 1, count)
+    if not agree(model, at_once, apart):
+        require_finite_weights(model, torch.cat([at_once, apart]))
+        name = type(model).__name__
+        if model.training:
+            raise UnsupportedError(f"{name} is in training mode, in which its outputs are random: call eval().")
+        raise UnsupportedError(
+            f"{name} says something else of a token if it reads other tokens with it, as models do that quantise "
+            "activations while they run, so no draft can be verified in one forward. Quantise its weights alone, or "
+            "generate without an assistant."
         )
 
 
@@ -126,8 +160,8 @@ def require_trees(model: PreTrainedModel, verify: Verify) -> None:
     if not _tree_agrees_with_its_path(model, verify):
         raise UnsupportedError(
             f"{type(model).__name__} cannot verify a tree of tokens: what it says of one changes with the "
-            "others beside it, as its attention goes by places in the cache (a window, or biases by distance). "
-            "Draft chains with tree=False."
+            "others beside it, as its attention goes by places in the cache (a window, or biases by distance), or as "
+            "it quantises activations. Draft chains with tree=False."
         )
 
 
@@ -167,12 +201,9 @@ def _tree_agrees_with_its_path(model: PreTrainedModel, verify: Verify) -> bool:
 def caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, DynamicCache], int]:
     """Two equal caches of a text that is longer than every window, and its length. The keys and values of some tokens
     are repeated: of random ones a real model makes so much that rounding to 16 bits would change its output."""
-    config, device = model.config.get_text_config(), input_device(model)
+    config = model.config.get_text_config()
     few = DynamicCache(config=config)
-    rows, generator = min(output_rows(model), config.vocab_size), torch.Generator().manual_seed(0)
-    tokens = torch.randint(rows, (1, _READ), generator=generator, device="cpu")
-    tokens[torch.isin(tokens, torch.tensor(placeholder_ids(model.config), device="cpu"))] = 1
-    model(input_ids=tokens.to(device), **cache_inputs(few))
+    model(input_ids=_arbitrary_text(model, _READ), **cache_inputs(few))
     parts = [(layer.keys, layer.values) for layer in few.layers]
     held = [one for both in parts for one in both if one is not None]
     bytes_per_token = sum(one.numel() * one.element_size() for one in held) // _READ
@@ -185,6 +216,14 @@ def caches_of_a_long_text(model: PreTrainedModel) -> tuple[tuple[DynamicCache, D
             cache.activate_past_recording()
             cache.update(*(_repeated(one, length) for one in both), index)
     return caches, length
+
+
+def _arbitrary_text(model: PreTrainedModel, count: int) -> torch.Tensor:
+    """int64 `[1, count]`, on the model's device: the same tokens each time, none of which stands for an image."""
+    rows, generator = min(output_rows(model), model.config.get_text_config().vocab_size), torch.Generator()
+    tokens = torch.randint(rows, (1, count), generator=generator.manual_seed(0), device="cpu")
+    tokens[torch.isin(tokens, torch.tensor(placeholder_ids(model.config), device="cpu"))] = 1
+    return tokens.to(input_device(model))
 
 
 def _repeated(states: torch.Tensor, length: int) -> torch.Tensor:

@@ -16,6 +16,9 @@ _DIVISORS = ("logits_scaling",)
 FORWARD_ERRORS = (TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 # Unit vectors in one probe of an unknown output projection.
 _PROBED_COLUMNS = 64
+# Embeddings are padded to a multiple of at most this, so that siblings differ by less: Qwen2.5-7B has 152,064 rows,
+# its 0.5B sibling 151,936, and their tokenizer 151,665 entries.
+LARGEST_PADDING = 1024
 # A configuration's names for ids in the place of parts of media.
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
 
@@ -98,6 +101,16 @@ def output_rows(model: nn.Module) -> int:
     return getattr(projection, "out_features", None) or model.config.get_text_config().vocab_size
 
 
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether a model's weights are spread over processes, which run it in step."""
+    return any(hasattr(one, "device_mesh") for one in model.parameters())
+
+
+def is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is numbers in memory, and not made of other tensors, as packed and sharded ones are."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not tensor.is_quantized
+
+
 def placeholder_ids(config: Any) -> tuple[int, ...]:
     """The ids that stand in prompts for parts of images, videos and sound."""
     ids = (value for name, value in vars(config).items() if _PLACEHOLDER.fullmatch(name))
@@ -111,7 +124,7 @@ def require_finite_weights(model: nn.Module, outputs: torch.Tensor | None = None
         UnsupportedError: a parameter holds NaN or infinity, or its `outputs` do.
     """
     for name, one in model.named_parameters():
-        if one.is_floating_point() and one.device.type != "meta" and not bool(one.isfinite().all()):
+        if is_memory(one) and one.is_floating_point() and one.device.type != "meta" and not bool(one.isfinite().all()):
             raise UnsupportedError(
                 f"{type(model).__name__} holds NaN or infinity in {name}. Load it anew, and not in fp16 if it was "
                 "trained in bf16."
@@ -141,6 +154,12 @@ def projection_of(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     projection = model.get_output_embeddings()
     if is_plain(projection):
         return projection.weight, projection.bias
+    if is_tensor_parallel(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} is spread over processes, as by a tp_plan, so none has all rows of its "
+            "output projection. Load a drafter without tp_plan, whole in each process; EAGLE heads, MTP layers and "
+            "policies that read the target's rows need a target without one."
+        )
     config, device = model.config.get_text_config(), input_device(model)
     try:
         # accelerate loads offloaded weights; without it torch would compute with undefined numbers.

@@ -118,6 +118,19 @@ def test_a_head_is_trained_loads_again_and_drafts(layout, folder, target, tmp_pa
         train("eagle", folder, tmp_path / "head", "--overwrite", "--self-written", 0, "--schedule", "constant")
 
 
+def test_a_target_of_two_layers_gets_a_head_that_reads_one_state_and_a_line_says_so(folder, tmp_path):
+    target = tiny()
+    target.save_pretrained(tmp_path / "target")
+    word_tokenizer().save_pretrained(tmp_path / "target")
+    shallow = ("--target", tmp_path / "target")
+    refused = invoke(*command("eagle", folder, tmp_path / "head", "--layout", "eagle3", *shallow))
+    assert "2 layers" in str(refused.exception)
+    assert "the target's 2 layers are too few for an EAGLE-3 head" in train(
+        "eagle", folder, tmp_path / "head", *shallow
+    )
+    assert EagleDrafter.from_pretrained(tmp_path / "head", target=target).settings.generation == 2
+
+
 def test_a_small_drafter_is_trained_loads_again_and_drafts(folder, target, tmp_path):
     train("drafter", folder, tmp_path / "drafter", "--layers", 1, "--width", 16)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "drafter", dtype=torch.float32).eval()
@@ -181,7 +194,7 @@ def test_targets_that_cannot_be_learnt_from_are_refused_before_any_work(folder, 
     problems = {"shallow": "has 2 layers", "encoder": "encoder-decoder", "quantised": "is quantised"}
     for name, problem in problems.items():
         (tmp_path / name / "texts.jsonl").write_text('{"text": "w1"}')
-        result = invoke(*command("eagle", tmp_path / name, tmp_path / "head"))
+        result = invoke(*command("eagle", tmp_path / name, tmp_path / "head", "--layout", "eagle3"))
         assert isinstance(result.exception, UnsupportedError) and problem in str(result.exception)
     assert not (tmp_path / "head").exists()
     (tmp_path / "head").mkdir()

@@ -2,16 +2,19 @@
 
 import pytest
 import torch
+from calls import SHAPES, assert_same
 from drafters import HEADS, LAYERS
 from eagle_heads import LAYOUTS, Head, SlowHead, drafter_of, random_head, target_features
-from models import VOCABULARY, tiny
+from models import VOCABULARY, prompt, tiny
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
+from hf_dynspec import DynSpecAssistant
 from hf_dynspec.drafters.eagle.checkpoint import EagleCheckpoint
 from hf_dynspec.drafters.eagle.drafter import EagleDrafter
 from hf_dynspec.drafters.eagle.state import EagleState
 from hf_dynspec.errors import ArtifactError, UnsupportedError
 from hf_dynspec.modeling.head import DynamicLMHead, PackedRows
+from hf_dynspec.modeling.parts import LARGEST_PADDING
 from hf_dynspec.protocol import Shortlist
 
 # Sums in another order, over hidden states of size 1 to 10 that are fed back up to four times: rounding of 2⁻⁵³ in
@@ -408,3 +411,19 @@ def test_a_target_with_a_packed_embedding_is_refused_for_the_true_reason():
     target.get_input_embeddings().weight = torch.nn.Parameter(packed, requires_grad=False)
     with pytest.raises(UnsupportedError, match=r"keeps its embedding packed \(uint8\)"):
         drafter_of(random_head("eagle2"), target)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["lent embedding", "own embedding"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_target_may_be_padded_before_its_head_is_loaded(layout, own):
+    target = tiny(num_hidden_layers=6)
+    target.resize_token_embeddings(pad_to_multiple_of=64)
+    drafter = drafter_of(random_head(layout, own_embedding=own), target)
+    for tree in SHAPES.values():
+        assistant = DynSpecAssistant(drafter, target=target, tree=tree)
+        assert_same(target, assistant)
+        # An id that only the padded target knows.
+        assert_same(target, assistant, torch.cat([prompt(), torch.full((1, 1), 315)], dim=1))
+    target.resize_token_embeddings(VOCABULARY + LARGEST_PADDING)
+    with pytest.raises(ArtifactError, match="is 301, and the target's is 1325"):
+        drafter_of(random_head(layout), target)

@@ -559,3 +559,16 @@ def test_only_the_files_with_mtp_layers_are_read(target, tmp_path, monkeypatch):
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ArtifactError, match=r"names 'model-00002-of-00002\.safetensors', which is not there"):
         MtpDrafter.from_pretrained(target, folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3"])
+def test_a_target_may_be_padded_before_and_after_its_layers_are_loaded(family, tmp_path):
+    target = save_with_mtp(tmp_path, family)
+    target.resize_token_embeddings(pad_to_multiple_of=64)
+    assistant = DynSpecAssistant("mtp", target=target)
+    assert_same(target, assistant)
+    # An id that only the padded target knows.
+    assert_same(target, assistant, torch.cat([prompt(), torch.full((1, 1), 315)], dim=1))
+    target.resize_token_embeddings(384)
+    assistant.policy = "full"
+    assert_same(target, assistant)

@@ -15,6 +15,7 @@ import torch
 from calls import assert_same, generate
 from cases import representatives
 from eagle_heads import random_head
+from families import model_of
 from models import (
     EOS,
     PAD,
@@ -387,6 +388,18 @@ def test_an_assistant_made_within_the_call(policy, do_sample, target, drafter, e
     assert output.shape[1] <= 36 if do_sample else torch.equal(output, expected)
     gc.collect()
     assert vars(target) == before
+
+
+def test_a_hybrid_of_attention_layers_alone_drafts_in_transformers_loop():
+    target = model_of("granitemoehybrid", layer_types=["attention", "attention"])
+    expected = target.generate(prompt(), max_new_tokens=24, do_sample=False)
+    # Looked up before the assistant is bound.
+    generate = target.generate
+    assistant = DynSpecAssistant(perturbed(target), target=target)
+    output = generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
+    assert torch.equal(output, expected) and assistant.stats.acceptance_length > 1.5
+    assistant.unbind()
+    assert target._is_stateful
 
 
 def test_an_assistant_made_within_the_call_that_needs_our_own_loop(target, drafter):

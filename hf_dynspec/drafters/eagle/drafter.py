@@ -25,7 +25,7 @@ from ...devices import has_graphs
 from ...errors import ArtifactError, UnsupportedError
 from ...memory.fixed import FixedMemory
 from ...modeling.head import DynamicLMHead
-from ...modeling.parts import unwrapped
+from ...modeling.parts import LARGEST_PADDING, unwrapped
 from ..base import Drafter, UnrolledStep
 from ..weights_watch import WeightsWatch, stamp
 from .checkpoint import EagleCheckpoint, read_checkpoint, write_checkpoint
@@ -337,7 +337,8 @@ def _require_fit(settings: EagleSettings, tensor_names: Collection[str], target:
     if settings.target_hidden_size != config.hidden_size:
         problem = f"is for hidden states of {settings.target_hidden_size}, and the target's have {config.hidden_size}"
         raise ArtifactError(f"{CONFIG_FILE}: hidden_size", problem, fix)
-    if settings.vocab_size != config.vocab_size:
+    # The target may have been padded since the head was trained.
+    if not 0 <= config.vocab_size - settings.vocab_size < LARGEST_PADDING:
         problem = f"is {settings.vocab_size}, and the target's is {config.vocab_size}"
         raise ArtifactError(f"{CONFIG_FILE}: vocab_size", problem, fix)
     lent = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in tensor_names]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, linear, pad, rms_norm, silu
 from transformers.activations import ACT2FN
 
 from .rotary import Rotary, rotate
@@ -60,7 +60,7 @@ class FusedWeights:
 
         Args:
             tensors: by the package's names, of any dtype and on any device.
-            embedding: the target's, `[V, H]`, for heads without their own.
+            embedding: the target's, `[V, H]`, for heads without their own; others get as many rows.
             output_dtype: the input dtype of the output projection.
             device, dtype: for drafting.
             rotary: the rotary embedding of these settings, device and dtype (None: make one).
@@ -83,11 +83,13 @@ class FusedWeights:
                 return None
             return _Norm(torch.stack(parts) if len(parts) > 1 else parts[0], settings.rms_norm_eps)
 
+        own = one("embed_tokens.weight")
+        missing = 0 if own is None else embedding.shape[0] - own.shape[0]
         attention = "layer.self_attn."
         return cls(
             settings=settings,
             rotary=rotary or Rotary(settings, device, dtype),
-            embedding=one("embed_tokens.weight") if "embed_tokens.weight" in tensors else embedding,
+            embedding=embedding if own is None else pad(own, (0, 0, 0, missing)) if missing > 0 else own,
             output_dtype=output_dtype,
             fc=one("fc.weight"),
             fc_bias=one("fc.bias"),

@@ -25,7 +25,7 @@ from ...artifacts.hub import is_folder, local_folder
 from ...artifacts.tensors import open_safetensors, read_headers
 from ...errors import ArtifactError, naming_source
 from ...files import is_there
-from ...modeling.parts import decoder_of
+from ...modeling.parts import LARGEST_PADDING, decoder_of
 from ..eagle.checkpoint_files import (
     CONFIG_FILE,
     FETCH_AGAIN,
@@ -175,7 +175,7 @@ def _take_replaced(
 def _are_copies(stored: Any, lent: torch.Tensor, name: str) -> bool:
     """Whether a matrix of a file, as a slice of safetensors, has the lent one's numbers in a sample of rows."""
     shape = tuple(stored.get_shape())
-    if shape != tuple(lent.shape):
+    if shape[1:] != tuple(lent.shape[1:]) or not 0 <= lent.shape[0] - shape[0] < LARGEST_PADDING:
         problem = f"has shape {list(shape)}, and the target's {list(lent.shape)}"
         raise ArtifactError(name, problem, "Use the checkpoint of this target.")
     rows = range(0, shape[0], max(1, shape[0] // 64))

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...errors import ArtifactError, UnsupportedError
 from ...modeling.head import DynamicLMHead
 from ...modeling.masks import attention_mask, require_tree_masks
-from ...modeling.parts import unwrapped
+from ...modeling.parts import LARGEST_PADDING, unwrapped
 from ..base import Drafter, UnrolledStep
 from ..weights_watch import WeightsWatch
 from .checkpoint import read_layers
@@ -149,7 +149,8 @@ class MtpDrafter(Drafter):
 
     def require_target(self, target: PreTrainedModel) -> None:
         config = target.config.get_text_config()
-        if (config.hidden_size, config.vocab_size) != self._sizes:
+        width, rows = self._sizes
+        if config.hidden_size != width or not 0 <= config.vocab_size - rows < LARGEST_PADDING:
             sizes = "hidden states of {} and {} tokens"
             problem = f"are for {sizes.format(*self._sizes)}; it has {config.hidden_size} and {config.vocab_size}"
             raise ArtifactError("MTP layers", problem, "Load the layers of this target.")
@@ -162,7 +163,9 @@ class MtpDrafter(Drafter):
         return self._embedding.shape[0]
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return embedding(token_ids.to(self._embedding.device), self._embedding).to(self.head.weight)
+        # A layer's own embedding may have fewer rows than a padded target.
+        ids = token_ids.to(self._embedding.device).clamp_max(self._embedding.shape[0] - 1)
+        return embedding(ids, self._embedding).to(self.head.weight)
 
     def unroll(
         self, token_ids: torch.Tensor, features: torch.Tensor | None, depth: int, first: int = 0
