@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 def _chain_length(value: Any) -> int | str:
     """What `--num-assistant-tokens` says, or its default."""
     try:
-        return value if value == "auto" else int(value)
+        if value == "auto" or int(value) > 0:
+            return value if value == "auto" else int(value)
     except ValueError:
-        raise typer.BadParameter(f"{value!r} is neither a whole number nor auto.") from None
+        pass
+    raise typer.BadParameter(f"{value!r} is neither a whole number of at least 1 nor auto.")
 
 
 def bench(
@@ -48,7 +50,8 @@ def bench(
     repeats: options.Repeats = 3,
     limit: options.Limit = None,
     profile_prompts: Annotated[
-        int, typer.Option(help="Prompts of each domain for draft time and coverage, measured apart from speed.")
+        int,
+        typer.Option(min=0, help="Prompts of each domain for draft time and coverage, measured apart from speed."),
     ] = 2,
     skip_coverage: Annotated[bool, typer.Option("--skip-coverage", help="Do not measure coverage.")] = False,
     transformers_assisted: options.TransformersAssisted = True,
@@ -71,13 +74,16 @@ def bench(
     in one process and take turns on every prompt, after a warm-up. Speeds include the prompt. A run that is
     interrupted shows and saves what it has.
     """
+    files = [*prompts, *(more or [])]
+    results = claim_results(context, json_file, plot)
+    from ..evaluation.prompts import read_workload
+
+    workload = read_workload(files, limit)
     from ..evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
     from ..evaluation.bench.chart import has_speeds, write_speed_chart
     from ..evaluation.bench.report import to_dict
     from ..evaluation.policy_text import DEFAULT_POLICIES
-    from ..evaluation.prompts import read_workload
 
-    files = [*prompts, *(more or [])]
     settings = options.settings_of(
         context,
         BenchmarkSettings,
@@ -89,8 +95,6 @@ def bench(
         temperatures=temperature or [0.0],
         measure_coverage=not skip_coverage,
     )
-    results = claim_results(context, json_file, plot)
-    workload = read_workload(files, limit)
 
     def save(measured: "BenchmarkResult") -> None:
         # An earlier run's results are worth more than none.

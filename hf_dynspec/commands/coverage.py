@@ -23,12 +23,12 @@ def coverage(
     prompts: options.Prompts,
     more: options.MorePrompts = None,
     policy: options.Policies = None,
-    temperature: Annotated[float, typer.Option(help="Of both models; 0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Of both models; 0 is greedy.")] = 0.0,
     max_new_tokens: options.MaxNewTokens = 128,
-    num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted per round.")] = 5,
-    recall_k: Annotated[int, typer.Option(help="k of Recall@k.")] = 10,
-    continuations: Annotated[int, typer.Option(help="Texts for each prompt, at a temperature above 0.")] = 1,
-    draws: Annotated[int, typer.Option(help="Draws of the rounds, for policies that learn from verdicts.")] = 1,
+    num_assistant_tokens: Annotated[int, typer.Option(min=1, help="Tokens drafted per round.")] = 5,
+    recall_k: Annotated[int, typer.Option(min=1, help="k of Recall@k.")] = 10,
+    continuations: Annotated[int, typer.Option(min=1, help="Texts for each prompt, at a temperature above 0.")] = 1,
+    draws: Annotated[int, typer.Option(min=1, help="Draws of the rounds, for policies that learn from verdicts.")] = 1,
     stream: Annotated[bool, typer.Option("--stream", help="Keep the policies' states from prompt to prompt.")] = False,
     limit: options.Limit = None,
     chat_template: options.ChatTemplate = False,
@@ -51,16 +51,17 @@ def coverage(
     of a prompt: frequency:ranking=rankings/without-{domain} uses a folder for each. An interrupted run shows and saves
     what it has.
     """
+    from ..evaluation.prompts import read_workload
+
+    files = [*prompts, *(more or [])]
+    results = claim_results(context, json_file, plot)
+    workload = read_workload(files, limit)
     from ..evaluation.coverage.measure import measure_coverage
     from ..evaluation.coverage.report import coverage_table, depth_table, domain_tables, to_dict, write_plot
     from ..evaluation.coverage.settings import CoverageSettings
     from ..evaluation.policy_text import DEFAULT_POLICIES
-    from ..evaluation.prompts import read_workload
 
-    files = [*prompts, *(more or [])]
     settings = options.settings_of(context, CoverageSettings, prompts=files, policies=policy or DEFAULT_POLICIES)
-    results = claim_results(context, json_file, plot)
-    workload = read_workload(files, limit)
 
     def save(measured: "CoverageResult") -> None:
         # An earlier run's results are worth more than none.

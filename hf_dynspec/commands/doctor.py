@@ -12,6 +12,7 @@ from .common import ResultsFile, about, claim_results, progress_bar, wide_consol
 if TYPE_CHECKING:
     from ..evaluation.doctor.estimate import EstimateSettings
     from ..evaluation.doctor.settings import DoctorSettings
+    from ..evaluation.prompts import WorkloadPrompt
     from ..evaluation.settings import PairSettings
 
 # What an estimate from configurations takes, and nothing else; and what it takes as a measurement does.
@@ -46,8 +47,8 @@ def doctor(
     ] = "default",
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 50,
-    num_assistant_tokens: Annotated[int, typer.Option(help="The longest chain of three to measure.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of the texts to compare speeds for.")] = 128,
+    num_assistant_tokens: Annotated[int, typer.Option(min=1, help="The longest chain of three to measure.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the texts to compare speeds for.")] = 128,
     seconds: Annotated[float, typer.Option(help="About how long to measure, after the models are loaded.")] = 90.0,
     limit: options.Limit = None,
     chat_template: options.ChatTemplate = False,
@@ -68,15 +69,17 @@ def doctor(
         float | None, typer.Option(metavar="GB/S", help="With --config: of the device to estimate for.")
     ] = None,
     launch_latency: Annotated[
-        float | None, typer.Option(metavar="MICROSECONDS", help="With --config: what launching an operation takes.")
+        float | None,
+        typer.Option(min=0.0, metavar="MICROSECONDS", help="With --config: what launching an operation takes."),
     ] = None,
     device_flops: Annotated[
         float | None, typer.Option(metavar="TFLOP/S", help="With --config: of products. Default: never waited for.")
     ] = None,
     acceptance: Annotated[
-        list[float] | None, typer.Option(help="With --config: repeatable. Default: 0.5, 0.6, 0.7, 0.8 and 0.9.")
+        list[float] | None,
+        typer.Option(min=0.0, help="With --config: repeatable. Default: 0.5, 0.6, 0.7, 0.8 and 0.9."),
     ] = None,
-    cached_tokens: Annotated[int, typer.Option(help="With --config: tokens of the text before a round.")] = 1024,
+    cached_tokens: Annotated[int, typer.Option(min=0, help="With --config: tokens of a text before a round.")] = 1024,
 ) -> None:
     """Say whether drafting pays for a target and a drafter on this computer, with which settings, and why.
 
@@ -90,10 +93,10 @@ def doctor(
         if context.get_parameter_source(parameter.name).name == "COMMANDLINE"
     }
     if config is not None:
-        from ..evaluation.doctor.estimate import EstimateSettings, Machine
-
         _require_estimate(config, given)
         results = claim_results(context, json_file)
+        from ..evaluation.doctor.estimate import EstimateSettings, Machine
+
         machine = Machine(device_memory_bandwidth, launch_latency, device_flops)
         models = {"target": config[0], "drafter": config[1], "machine": machine}
         policies, rates = policy or EstimateSettings.policies, tuple(acceptance or EstimateSettings.acceptance)
@@ -104,16 +107,20 @@ def doctor(
     for name in _OF_ESTIMATES:
         if name in given:
             raise ConfigurationError(f"{given[name]} is for estimates: name two configurations with --config")
+    from ..evaluation.prompts import read_workload
+
+    results = claim_results(context, json_file)
+    files = [*(prompts or []), *(more or [])]
+    workload = read_workload(files, limit) if files else None
     from ..evaluation.doctor.settings import POLICIES, DoctorSettings
     from ..evaluation.settings import PairSettings
 
     if target is not None and given.keys() <= _OF_TARGETS:
-        _print_ways(options.settings_of(context, PairSettings), claim_results(context, json_file))
+        _print_ways(options.settings_of(context, PairSettings), results)
         return
-    files = [*(prompts or []), *(more or [])]
     shape = None if tree == "none" else tree
     settings = options.settings_of(context, DoctorSettings, prompts=files, policies=policy or POLICIES, tree=shape)
-    _print_diagnosis(settings, claim_results(context, json_file))
+    _print_diagnosis(settings, workload, results)
 
 
 def _require_estimate(config: tuple[str, str], given: dict[str, str]) -> None:
@@ -130,12 +137,12 @@ def _require_estimate(config: tuple[str, str], given: dict[str, str]) -> None:
         raise ConfigurationError(f"--config needs {' and '.join(missing)}: say what device to estimate for")
 
 
-def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile) -> None:
+def _print_diagnosis(
+    settings: "DoctorSettings", workload: "list[WorkloadPrompt] | None", results: ResultsFile
+) -> None:
     from ..assistant import DynSpecAssistant
     from ..evaluation.doctor.measure import diagnose_pair
-    from ..evaluation.prompts import read_workload
 
-    workload = read_workload(settings.prompts, settings.limit) if settings.prompts else None
     with progress_bar() as report:
         diagnosis = diagnose_pair(settings, DynSpecAssistant, prompts=workload, report=report)
     results.save(diagnosis.to_dict)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigurationError
+from ..fields import OneOf, Share
 from . import options
-from .building import UNFINISHED, command_text, describe_inputs, require_free_folder, shorten_name
+from .building import UNFINISHED, command_text, describe_inputs, find_text, require_free_folder, shorten_name
 from .common import wide_console
 from .launched import before_connecting
 from .running import CommandApp, keeps
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 train_app = CommandApp(help="Train drafters, and what policies need.")
 
-_METHODS = ("dynaspec", "coral")
+_METHODS, _SCHEDULES = ("dynaspec", "coral"), ("fitted", "dynaspec", "fixed")
 # Groups are whole, so that few of them may hold much less than was asked for.
 _MUCH_LESS = 0.8
 # Options that CORAL's router lacks.
@@ -49,7 +50,7 @@ def router(
         str,
         typer.Option(
             help="dynaspec: a network that reads what a draft step starts from. coral: one layer that reads its "
-            "hidden state, over groups of equal size; --pinned, --schedule, --mass and --hidden are not for it."
+            "hidden state, over groups of equal size; --pinned, --schedule, --mass and --hidden are not for it.",
         ),
     ] = "dynaspec",
     text_field: options.TextField = "text",
@@ -74,11 +75,13 @@ def router(
     mass: Annotated[
         float, typer.Option(help="Choose no more clusters than reach this share of the router's probability.")
     ] = 1.0,
-    steps: Annotated[int, typer.Option(help="Draft steps to train on.")] = 300_000,
-    held_out: Annotated[int, typer.Option(help="Draft steps to judge by, from other texts.")] = 16_384,
-    window: Annotated[int, typer.Option(help="Tokens of text that are read at a time.")] = 384,
-    depth: Annotated[int, typer.Option(help="Draft steps of a round.")] = 5,
-    top_k: Annotated[int, typer.Option(help="The drafter's so many most probable tokens are to be covered.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Draft steps to train on.")] = 300_000,
+    held_out: Annotated[int, typer.Option(min=1, help="Draft steps to judge by, from other texts.")] = 16_384,
+    window: Annotated[int, typer.Option(min=1, help="Tokens of text that are read at a time.")] = 384,
+    depth: Annotated[int, typer.Option(min=1, help="Draft steps of a round.")] = 5,
+    top_k: Annotated[
+        int, typer.Option(min=1, help="The drafter's so many most probable tokens are to be covered.")
+    ] = 10,
     rounds: Annotated[
         bool,
         typer.Option("--rounds", help="Record rounds in which the target continues the data, not the data itself."),
@@ -86,14 +89,15 @@ def router(
     temperature: Annotated[
         float,
         typer.Option(
-            help="At which the pair is going to sample: budgets are fitted to it (0: to 1), and --rounds draw."
+            min=0.0,
+            help="At which the pair is going to sample: budgets are fitted to it (0: to 1), and --rounds draw.",
         ),
     ] = 0.8,
-    hidden: Annotated[int, typer.Option(help="Width of the router's hidden layer.")] = 512,
-    batch_size: Annotated[int, typer.Option(help="Draft steps of a batch, over all processes.")] = 1024,
+    hidden: Annotated[int, typer.Option(min=1, help="Width of the router's hidden layer.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Draft steps of a batch, over all processes.")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, at first.")] = 2e-3,
-    max_batches: Annotated[int, typer.Option(help="Batches to train on, at most.")] = 20_000,
-    evaluate_every: Annotated[int, typer.Option(help="Batches between two looks at the held-out steps.")] = 200,
+    max_batches: Annotated[int, typer.Option(min=1, help="Batches to train on, at most.")] = 20_000,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Batches between two looks at the held-out steps.")] = 200,
     compare: Annotated[
         list[str] | None,
         typer.Option(metavar="ROUTER", help="Repeatable. Judge this trained router too, at the same held-out steps."),
@@ -115,11 +119,12 @@ def router(
     continues what was stopped. `accelerate launch` (on CPUs with its --multi_gpu) runs it on several processes,
     with the same result.
     """
+    _require_options(context, method, schedule, share, mass)
+    corpus = find_text([*data, *(more or [])], text_field)
     import torch
     from accelerate import Accelerator
 
     from ..build.clusters import require_balanced, require_cluster_settings, require_faiss
-    from ..build.corpus import find_corpus
     from ..build.recording import RecordingSettings
     from ..build.router_judging import HeldOutSteps
     from ..build.router_training import TrainingSettings
@@ -128,12 +133,10 @@ def router(
     from ..shortlists.router.policy import RouterShortlist
     from .training_job import TrainingJob, describe_kept
 
-    _require_options(context, method, schedule, share, mass)
     is_coral = method == "coral"
     recording_settings = options.settings_of(context, RecordingSettings, of_hidden=is_coral)
     hidden = None if is_coral else hidden
     training_settings = options.settings_of(context, TrainingSettings, hidden=hidden, max_steps=max_batches)
-    corpus = find_corpus([*data, *(more or [])], text_field)
     stored = None if clusters is None else RouterShortlist(clusters).router.clusters
     if stored is not None and is_coral:
         require_balanced(stored)
@@ -202,17 +205,14 @@ def router(
 
 def _require_options(context: typer.Context, method: str, schedule: str, share: float, mass: float) -> None:
     """Raise a `ConfigurationError` if options are out of range, or not for the method."""
-    from ..fields import OneOf, Share
-    from ..shortlists.router.policy import SCHEDULES
-
     OneOf(_METHODS).require("method", method)
+    OneOf(_SCHEDULES).require("schedule", schedule)
     given = [name for name in _NOT_CORAL if context.get_parameter_source(name).name != "DEFAULT"]
     if method == "coral" and given:
         raise ConfigurationError(
             f"--{given[0]} is not for --method coral: its router is one layer, which chooses as many groups at every "
             "draft step, and pins no token. Leave it out"
         )
-    OneOf(SCHEDULES).require("schedule", schedule)
     Share().require("share", share)
     Share().require("mass", mass)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
-from .building import UNFINISHED, command_text, describe_inputs, going_on, require_free_folder
+from .building import UNFINISHED, command_text, describe_inputs, find_text, going_on, require_free_folder
 from .common import progress_bar
 from .launched import before_connecting
 from .running import keeps
@@ -33,25 +33,32 @@ Out = Annotated[Path, typer.Option(help="Folder of the drafter.")]
 Minutes = Annotated[
     float | None, typer.Option(help="To work for, after models are loaded. Default: 30, unless --steps is given.")
 ]
-Steps = Annotated[int | None, typer.Option(help="Batches to train on, at most.")]
-SelfWritten = Annotated[float, typer.Option(metavar="SHARE", help="Share of the texts that the target writes itself.")]
-Depth = Annotated[int, typer.Option(help="Draft steps of the chains that are trained on.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Batches to train on, at most.")]
+SelfWritten = Annotated[
+    float, typer.Option(min=0.0, metavar="SHARE", help="Share of the texts that the target writes itself.")
+]
+Depth = Annotated[int, typer.Option(min=1, help="Draft steps of the chains that are trained on.")]
 Decay = Annotated[float, typer.Option(help="Weight of each draft step beside the one before it.")]
 Window = Annotated[
-    int | None, typer.Option(help="Tokens of text that are read at a time. Default: 256, on a GPU 512.")
+    int | None, typer.Option(min=1, help="Tokens of text that are read at a time. Default: 256, on a GPU 512.")
 ]
 BatchTokens = Annotated[
-    int | None, typer.Option(help="Tokens of a batch, at least, over all processes. Default: 512, on a GPU 4096.")
+    int | None,
+    typer.Option(min=1, help="Tokens of a batch, at least, over all processes. Default: 512, on a GPU 4096."),
 ]
 ScoredTokens = Annotated[
     int | None,
-    typer.Option(help="Token ids that a batch is scored by, of larger vocabularies. Default: 4096, on a GPU 24576."),
+    typer.Option(
+        min=1, help="Token ids that a batch is scored by, of larger vocabularies. Default: 4096, on a GPU 24576."
+    ),
 ]
 LearningRate = Annotated[
     float | None, typer.Option(help="Of AdamW, at its highest. Default: by the width of the target.")
 ]
 Schedule = Annotated[str, typer.Option(help="Of the learning rate, after it rose: cosine or constant.")]
-SaveEvery = Annotated[int, typer.Option(help="Batches between two savings of the state; it is saved each minute too.")]
+SaveEvery = Annotated[
+    int, typer.Option(min=1, help="Batches between two savings of the state; it is saved each minute too.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Of samples, first weights and order.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the drafter, and drop unfinished work in the folder.")
@@ -159,10 +166,12 @@ def _require_target(name: str) -> Any:
 
 def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], MakeDrafter]") -> None:
     """Both commands; `job` describes the drafter, and `maker` gives what makes it for a target."""
+    given = context.params
+    out, overwrite = Path(given["out"]), given["overwrite"]
+    corpus = find_text([Path(path) for path in (*given["data"], *(given["more"] or ()))], given["text_field"])
     import torch
     from accelerate import Accelerator
 
-    from ..build.corpus import find_corpus
     from ..build.drafter_job import train_drafter
     from ..build.drafter_training import DrafterTrainingSettings
     from ..build.recording import RecordingSettings
@@ -170,8 +179,6 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
     from ..loading import load_model, load_tokenizer
     from .drafter_card import digest_of, write_drafter
 
-    given = context.params
-    out, overwrite = Path(given["out"]), given["overwrite"]
     where = PairSettings(given["target"], **{name: given[name] for name in ("device", "dtype", "threads")})
     kind = where.resolved_device().type
     sizes = {name: both[kind != "cpu"] if given[name] is None else given[name] for name, both in _SIZES.items()}
@@ -179,8 +186,6 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
     minutes = _MINUTES if given["minutes"] is None and given["steps"] is None else given["minutes"]
     settings = options.settings_of(context, DrafterTrainingSettings, minutes=minutes, **sizes)
     RecordingSettings(window=window)
-    paths = [Path(path) for path in (*given["data"], *(given["more"] or ()))]
-    corpus = find_corpus(paths, given["text_field"])
     before_connecting()
     accelerator = Accelerator(cpu=kind == "cpu")
     work, is_main = out / UNFINISHED, accelerator.is_main_process
