@@ -24,7 +24,12 @@ EagleHeads = Annotated[
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read heads from a .bin where there are no safetensors, tensors only.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="Such as bfloat16, or auto. Default: float32 on a CPU, else auto.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Such as bfloat16. Default: auto, that of the weights; float32 on a CPU that is slow in 16 bits."
+    ),
+]
 Device = Annotated[str, typer.Option(help="Where both models run, such as cpu or cuda:0.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 

@@ -196,9 +196,7 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
         keeps(context, lambda: f"what was finished is kept in {work}; {going_on(out, overwrite)}")
     if where.threads is not None:
         torch.set_num_threads(where.threads)
-    device = accelerator.device
-    dtype = where.dtype or ("float32" if kind == "cpu" else "auto")
-    target = load_model(given["target"], device=device, dtype=dtype, role="target")
+    target = load_model(given["target"], device=accelerator.device, dtype=where.resolved_dtype(), role="target")
     tokenizer = load_tokenizer(given["target"])
 
     def look(state: "DrafterTrainingState", figures: "HeldOutFigures") -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -14,7 +15,7 @@ from transformers.generation import BaseStreamer
 from ...drafters import Drafter
 from ...errors import ConfigurationError, DynSpecError, NotBoundError, UnsupportedError, shown_value
 from ...kernels import prepare_kernels
-from ...loading import shared_vocabulary_size
+from ...loading import load_config, shared_vocabulary_size
 from ...shortlists import ShortlistPolicy, as_policy
 from ...stats import Stopwatch
 from ...tree_config import TreeConfig
@@ -28,19 +29,24 @@ from .settings import FULL, POLICIES, DoctorSettings
 Report = Callable[[str, int, int], None]
 
 _WARM_UP_TOKENS = 8
-_FEWEST_TOKENS = 32
+# Of a text in each dtype that the models could be loaded in.
+_TRIED_TOKENS = 16
+_FEWEST_TOKENS = 16
 # Texts are cut to this number of prompts in the time of the first phase.
 _WANTED_PROMPTS = 3
 # Shares of the seconds at which the warm-up, the comparison of policies and that of lengths have to be over. The rest
 # is for profiles.
-_WARM_UP_ENDS, _POLICIES_END, _LENGTHS_END = 0.3, 0.65, 0.9
+_WARM_UP_ENDS, _POLICIES_END, _LENGTHS_END = 0.5, 0.7, 0.9
 # Two profiled calls have these numbers of tokens. Their difference is rounds that read no prompt.
 _PROFILED_TOKENS = (8, 32)
 _NO_TIME = "--seconds has no time for it"
 # Past the end, so many prompts are tried if all texts so far ended at once.
 _MOST_ENDED_TEXTS = 3
-# The least seconds of one call, however little time is left.
-_LEAST_SECONDS = 0.5
+# The least seconds of one call, however little time is left, and the least in tokens of plain generation: a text of a
+# single round cannot be timed.
+_LEAST_SECONDS, _LEAST_OF_PLAIN = 0.5, 8
+# After each prompt the policies go on that are nearly as fast as the fastest.
+_STILL_OPEN = 0.8
 # On a CPU, this share of the time without this thread shows that the computer does other work.
 _MUCH_WAITING = 0.15
 
@@ -77,6 +83,11 @@ def diagnose_pair(
     if prompts is None:
         prompts = read_workload(settings.prompts, settings.limit) if settings.prompts else PROMPTS
     heads = {"eagle": [settings.eagle] if settings.eagle else [], "allow_pickle": settings.allow_pickle}
+    tried = {}
+    if target is None and settings.target and settings.dtype is None and settings.resolved_device().type == "cpu":
+        tried = _try_dtypes(settings, make_assistant, drafter, tokenizer, by_turns(prompts), heads, report)
+        if tried:
+            settings = replace(settings, dtype=max(tried, key=lambda dtype: max(tried[dtype])))
     with open_pair(settings, target, drafter, tokenizer, by_turns(prompts), **heads) as pair, ExitStack() as stack:
         (own,) = pair.drafters.values()
         diagnosis = Diagnosis(
@@ -91,6 +102,7 @@ def diagnose_pair(
             prompts=pair.described_prompts(),
             threads=torch.get_num_threads(),
             started=utc_now(),
+            dtypes=tried,
         )
         if "cpu" in {pair.target.device.type, own.head.device.type}:
             prepare_kernels()
@@ -100,6 +112,48 @@ def diagnose_pair(
         measurement.measure_all(optional, fast_target_head and why_not_head_product(pair.target) is None)
         diagnosis.finished = utc_now()
     return diagnosis
+
+
+def _try_dtypes(
+    settings: DoctorSettings,
+    make_assistant: Callable[..., Any],
+    drafter: Any,
+    tokenizer: Any,
+    prompts: list[WorkloadPrompt],
+    heads: Mapping[str, Any],
+    report: Report,
+) -> dict[str, tuple[float, float]]:
+    """Tokens per second of plain generation and of the default policy by dtype, on one prompt, if the target's weights
+    have 16 bits: some CPUs are slower in these than in 32."""
+    config, speeds = load_config(settings.target, "target"), {}
+    kept = config.dtype or config.get_text_config().dtype
+    for dtype in (kept, torch.float32) if kept in (torch.bfloat16, torch.float16) else ():
+        name = str(dtype).removeprefix("torch.")
+        with (
+            open_pair(replace(settings, dtype=name), None, drafter, tokenizer, prompts, **heads) as pair,
+            ExitStack() as stack,
+        ):
+            prepare_kernels()
+            (own,), ids = pair.drafters.values(), torch.tensor([pair.encoded[0]])
+            assistant = make_assistant(
+                own, target=pair.target, tokenizer=pair.tokenizer, num_assistant_tokens=settings.lengths[1]
+            )
+            stack.callback(assistant.unbind)
+            took = []
+            for more in ({}, {"assistant_model": assistant}):
+                for tokens in (_WARM_UP_TOKENS // 2, _TRIED_TOKENS):
+                    report(f"trying {name}", 0, round(settings.seconds))
+                    how = generation_config(pair.target, tokens, settings.temperature, settings.top_k)
+                    how.min_new_tokens, how.max_time = tokens, max(_LEAST_SECONDS, settings.seconds / 16)
+                    torch.manual_seed(settings.seed)
+                    began = time.monotonic()
+                    text = pair.target.generate(
+                        ids, attention_mask=torch.ones_like(ids), generation_config=how, **more
+                    )
+                    speed = (text.shape[1] - ids.shape[1]) / (time.monotonic() - began)
+                took.append(speed)
+        speeds[name] = (took[0], took[1])
+    return speeds
 
 
 def diagnose_assistant(
@@ -201,10 +255,10 @@ class _Measurement:
         if has_head_product:
             diagnosis.head_product = TimedSetting("plain generate, this package's head product", None)
             plain.append(diagnosis.head_product)
-        started = [label for label in list(diagnosis.policies) if self._can_start(label, optional)]
         self._tell("warming up, plain generate")
         call = [self._generate(diagnosis.plain, 0) for _ in range(2)][-1]
         self._token_seconds = call.ends[-1] / sum(call.tokens)
+        started = [label for label in list(diagnosis.policies) if self._can_start(label, optional)]
         while len(started) > 2 and not self._fits(len(plain) + len(started), _POLICIES_END):
             self._leave_out(started.pop(), _NO_TIME)
         diagnosis.timed = [TimedSetting(label, middle) for label in started]
@@ -296,6 +350,11 @@ class _Measurement:
                 way.calls.append(self._generate(way, number, tokens))
                 if way.shape is not None:
                     way.stats.add(self._assistant(way).stats)
+            if ways[0] is self._diagnosis.plain and (speeds := self._diagnosis.speeds):
+                # Speeds are compared with plain generation on the same prompts, whichever these are.
+                best = max(one.ratio for one in speeds)
+                slow = {one.policy for one in speeds if one.policy != FULL and one.ratio < _STILL_OPEN * best}
+                ways = [way for way in ways if way.policy not in slow]
             if 2 * self._spent() - began > end:
                 if self._diagnosis.usable_prompts(*ways) or number + 1 >= _MOST_ENDED_TEXTS:
                     return number + 1
@@ -324,7 +383,7 @@ class _Measurement:
         new_tokens = min(new_tokens, settings.max_new_tokens)
         config = generation_config(self._target, new_tokens, settings.temperature, settings.top_k)
         most = self._left(1.0) if self._most_seconds is None else self._most_seconds
-        config.max_time = max(_LEAST_SECONDS, most)
+        config.max_time = max(_LEAST_SECONDS, _LEAST_OF_PLAIN * self._token_seconds, most)
         arguments = {"attention_mask": torch.ones_like(input_ids), "generation_config": config}
         surroundings: AbstractContextManager = nullcontext()
         if way.shape is not None:
