@@ -12,7 +12,6 @@ from .common import ResultsFile, about, claim_results, progress_bar, wide_consol
 if TYPE_CHECKING:
     from ..evaluation.doctor.estimate import EstimateSettings
     from ..evaluation.doctor.settings import DoctorSettings
-    from ..evaluation.prompts import WorkloadPrompt
     from ..evaluation.settings import PairSettings
 
 # What an estimate from configurations takes, and nothing else; and what it takes as a measurement does.
@@ -47,8 +46,8 @@ def doctor(
     ] = "default",
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 50,
-    num_assistant_tokens: Annotated[int, typer.Option(min=1, help="The longest chain of three to measure.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the texts to compare speeds for.")] = 128,
+    num_assistant_tokens: Annotated[int, typer.Option(help="The longest chain of three to measure.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of the texts to compare speeds for.")] = 128,
     seconds: Annotated[float, typer.Option(help="About how long to measure, after the models are loaded.")] = 90.0,
     limit: options.Limit = None,
     chat_template: options.ChatTemplate = False,
@@ -69,17 +68,15 @@ def doctor(
         float | None, typer.Option(metavar="GB/S", help="With --config: of the device to estimate for.")
     ] = None,
     launch_latency: Annotated[
-        float | None,
-        typer.Option(min=0.0, metavar="MICROSECONDS", help="With --config: what launching an operation takes."),
+        float | None, typer.Option(metavar="MICROSECONDS", help="With --config: what launching an operation takes.")
     ] = None,
     device_flops: Annotated[
         float | None, typer.Option(metavar="TFLOP/S", help="With --config: of products. Default: never waited for.")
     ] = None,
     acceptance: Annotated[
-        list[float] | None,
-        typer.Option(min=0.0, help="With --config: repeatable. Default: 0.5, 0.6, 0.7, 0.8 and 0.9."),
+        list[float] | None, typer.Option(help="With --config: repeatable. Default: 0.5, 0.6, 0.7, 0.8 and 0.9.")
     ] = None,
-    cached_tokens: Annotated[int, typer.Option(min=0, help="With --config: tokens of a text before a round.")] = 1024,
+    cached_tokens: Annotated[int, typer.Option(help="With --config: tokens of the text before a round.")] = 1024,
 ) -> None:
     """Say whether drafting pays for a target and a drafter on this computer, with which settings, and why.
 
@@ -93,7 +90,7 @@ def doctor(
         if context.get_parameter_source(parameter.name).name == "COMMANDLINE"
     }
     if config is not None:
-        _require_estimate(config, given)
+        _require_estimate(given)
         results = claim_results(context, json_file)
         from ..evaluation.doctor.estimate import EstimateSettings, Machine
 
@@ -123,12 +120,9 @@ def doctor(
     _print_diagnosis(settings, workload, results)
 
 
-def _require_estimate(config: tuple[str, str], given: dict[str, str]) -> None:
-    """Refuse an option in the place of a configuration, an estimate without a device, and options that say how to
-    measure; `given` holds how the options that were given are written, by their names."""
-    for name in config:
-        if name.startswith("--"):
-            raise ConfigurationError(f"--config takes two configurations, the target's and the drafter's, got {name}")
+def _require_estimate(given: dict[str, str]) -> None:
+    """Refuse an estimate without a device, and options that say how to measure; `given` holds how the options that were
+    given are written, by their names."""
     measured = [option for name, option in given.items() if name not in (*_OF_ESTIMATES, *_OF_BOTH)]
     if measured:
         raise ConfigurationError(f"--config measures nothing, so leave {' and '.join(measured)} out")
@@ -137,9 +131,7 @@ def _require_estimate(config: tuple[str, str], given: dict[str, str]) -> None:
         raise ConfigurationError(f"--config needs {' and '.join(missing)}: say what device to estimate for")
 
 
-def _print_diagnosis(
-    settings: "DoctorSettings", workload: "list[WorkloadPrompt] | None", results: ResultsFile
-) -> None:
+def _print_diagnosis(settings: "DoctorSettings", workload: list | None, results: ResultsFile) -> None:
     from ..assistant import DynSpecAssistant
     from ..evaluation.doctor.measure import diagnose_pair
 

@@ -61,7 +61,7 @@ def evaluate(
     chain: options.Chain = True,
     tree: options.Trees = None,
     max_new_tokens: options.MaxNewTokens = 128,
-    num_assistant_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chain, of transformers' own too.")] = 5,
+    num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain, of transformers' own too.")] = 5,
     temperature: options.Temperatures = None,
     top_k: options.TopK = 0,
     repeats: options.Repeats = 1,
@@ -69,14 +69,12 @@ def evaluate(
     expected_prompts: Annotated[
         int | None,
         typer.Option(
-            min=0,
             help="For --table: acceptance lengths are computed along texts of the first so many prompts of each "
-            "category of each file; 0 measures them in the timed runs.  [default: 16]",
+            "category of each file; 0 measures them in the timed runs.  [default: 16]"
         ),
     ] = None,
     profile_prompts: Annotated[
-        int,
-        typer.Option(min=0, help="Prompts of each domain for a round's time and coverage, measured apart from speed."),
+        int, typer.Option(help="Prompts of each domain for a round's time and coverage, measured apart from speed.")
     ] = 2,
     transformers_assisted: options.TransformersAssisted = True,
     rivals: options.Rivals = True,

@@ -51,7 +51,7 @@ def frequency(
     ] = 32768,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each turn of a prompt.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="For --from-target; 0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="For --temperature.")] = 0,
+    seed: Annotated[int, typer.Option(help="For --temperature.")] = 0,
     chat_template: Annotated[
         bool, typer.Option(help="Apply the tokenizer's chat template to prompts, if it has one.")
     ] = True,

@@ -43,7 +43,7 @@ def graph(
         typer.Option(metavar="PATH", help="Repeatable. Other files and folders, which the graph is only judged by."),
     ] = None,
     minimum_count: Annotated[int, typer.Option(min=1, help="How often an edge's bigram was seen at least.")] = 5,
-    threshold: Annotated[float, typer.Option(min=0.0, max=1.0, help="The probability of an edge at least.")] = 1e-4,
+    threshold: Annotated[float, typer.Option(help="The probability of an edge at least.")] = 1e-4,
     largest_degree: Annotated[int, typer.Option(min=1, max=1024, help="Edges of one token at most.")] = 64,
     memory: Annotated[
         int,

@@ -24,14 +24,9 @@ EagleHeads = Annotated[
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read heads from a .bin where there are no safetensors, tensors only.")
 ]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Such as bfloat16. Default: auto, that of the weights; float32 on a CPU that is slow in 16 bits."
-    ),
-]
+Dtype = Annotated[str | None, typer.Option(help="Default: auto, as the weights, or float32 on a CPU slow in 16 bits.")]
 Device = Annotated[str, typer.Option(help="Where both models run, such as cpu or cuda:0.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 
 # What is measured ----------------------------------------------------------------------------------------------------
 
@@ -49,13 +44,11 @@ def more(what: str, metavar: str = "FILE") -> Any:
 
 Prompts = Annotated[list[Path], typer.Option(metavar="FILE...", help=PROMPT_LINES)]
 MorePrompts = Annotated[list[Path] | None, more("prompts")]
-Limit = Annotated[
-    int | None, typer.Option(min=1, help="Take the first so many prompts of each category of each file.")
-]
+Limit = Annotated[int | None, typer.Option(help="Take the first so many prompts of each category of each file.")]
 ChatTemplate = Annotated[
     bool, typer.Option(help="Make each prompt the user's turn of a chat, for models that expect one.")
 ]
-MaxPromptTokens = Annotated[int | None, typer.Option(min=1, help="Keep the last so many tokens of longer prompts.")]
+MaxPromptTokens = Annotated[int | None, typer.Option(help="Keep the last so many tokens of longer prompts.")]
 Policies = Annotated[
     list[str] | None,
     typer.Option(
@@ -70,16 +63,16 @@ Trees = Annotated[
     list[str] | None,
     typer.Option(metavar=TREE_SHAPE, help="Repeatable. Draft trees of this shape too; default means 60/5/10."),
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
-Temperatures = Annotated[list[float] | None, typer.Option(min=0.0, help="Repeatable; 0, the default, is greedy.")]
-TopK = Annotated[int, typer.Option(min=0, help="For sampling, as in transformers; 0 draws from all tokens.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Times that each system runs each prompt.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+Temperatures = Annotated[list[float] | None, typer.Option(help="Repeatable; 0, the default, is greedy.")]
+TopK = Annotated[int, typer.Option(help="For sampling, as in transformers; 0 draws from all tokens.")]
+Repeats = Annotated[int, typer.Option(help="Times that each system runs each prompt.")]
 TransformersAssisted = Annotated[bool, typer.Option(help="Run transformers' assisted generation too.")]
 Rivals = Annotated[
     bool, typer.Option(help="Run transformers' assisted generation by its own defaults, and prompt lookup, too.")
 ]
-Seed = Annotated[int, typer.Option(min=0, help="For sampling.")]
+Seed = Annotated[int, typer.Option(help="For sampling.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write all figures and where they come from.")
 ]

@@ -24,22 +24,14 @@ MODEL_FILES = ("config.json", "model.safetensors")
 # Parameters that name files and folders that are read.
 _READ = {"prompts", "data", "more", "text", "held_out", "file", "check", "results", "directory"}
 # Those that name a model or an artifact: a folder, or what may be a repository's name.
-_FOLDERS_OR_HUB_IDS = {
-    "target",
-    "drafter",
-    "eagle",
-    "tokenizer",
-    "from_target",
-    "artifact",
-    "head",
-    "source",
-    "config",
-}
-_FOLDERS_OR_HUB_IDS |= {"clusters", "compare", "ranking", "vocabtrim", "router", "coral", "graph"}
+_FOLDERS_OR_HUB_IDS = set("target drafter eagle tokenizer from_target artifact head source config clusters".split())
+_FOLDERS_OR_HUB_IDS |= set("compare ranking vocabtrim router coral graph".split())
 # Those that take one of a few names; of several commands, all of them.
 _NAMES = {"method": ("dynaspec", "coral"), "layout": ("eagle3", "eagle2")}
 _NAMES["schedule"] = ("fitted", "dynaspec", "fixed", "cosine", "constant")
 _HUB_IDS = {"repo_id", "dataset"}
+# Whole numbers are 1 at least, but for these; other numbers 0, and these above it.
+_FROM_0 = {"seed", "top_k", "profile_prompts", "expected_prompts", "cached_tokens"}
 _ABOVE_0 = {"seconds", "minutes", "decay", "learning_rate", "share", "mass", "device_memory_bandwidth", "device_flops"}
 # Keys of a context: what an interrupt leaves, or a function that says it; and the folder that a command writes to.
 _KEPT, _PLACE = "hf_dynspec.kept", "hf_dynspec.place"
@@ -97,8 +89,10 @@ class OptionNamingCommand(TyperCommand):
         """See `click.Command.parse_args`. Raises `ConfigurationError` for a value that is no use whatever else is
         given."""
         rest = super().parse_args(context, args)
-        for parameter in self.params:
+        for parameter in sorted(self.params, key=lambda one: one.param_type_name == "argument"):
             value = context.params.get(parameter.name)
+            if isinstance(value, bool):
+                continue
             for one in value if isinstance(value, list | tuple) else [value]:
                 problem = None if one is None else _problem(parameter.name, one)
                 if problem is not None:
@@ -124,11 +118,13 @@ class OptionNamingCommand(TyperCommand):
 
 def _problem(name: str, value: Any) -> str | None:
     """What is wrong with a value of a parameter, as far as can be told without torch; None if nothing is."""
-    # `held_out` is a number to one command.
-    if name in _READ and not str(value).isdigit():
+    if isinstance(value, int | float):
+        kind, least = ("whole number", int(name not in _FROM_0)) if isinstance(value, int) else ("number", 0)
+        if value < least or (name in _ABOVE_0 and value == 0):
+            return f"must be a {kind} {'above' if name in _ABOVE_0 else 'of at least'} {least}, got {value!r}"
+        return None
+    if name in _READ:
         return None if os.path.exists(value) else f"{value}: no such file or directory"
-    if name in _ABOVE_0 and not value > 0:
-        return f"must be above 0, got {value!r}"
     if name == "dtype" and not value.startswith(("auto", "float", "bfloat")):
         return f"must be auto or a torch dtype such as float32, got {value!r}"
     if name in _NAMES and value not in _NAMES[name]:
@@ -141,8 +137,10 @@ def _problem(name: str, value: Any) -> str | None:
         from ..evaluation.suites.data import suite_named
 
         suite_named(value)
+    if name == "config" and value.startswith("--"):
+        return f"takes two configurations, the target's and the drafter's, got {value}"
     # The domain of each prompt takes the place of {domain}.
-    is_folder = name in _FOLDERS_OR_HUB_IDS and "{" not in str(value) and not str(value).startswith("--")
+    is_folder = name in _FOLDERS_OR_HUB_IDS and "{" not in str(value)
     if name in _HUB_IDS or (is_folder and not os.path.exists(value)):
         from huggingface_hub.utils import HFValidationError, validate_repo_id
 

@@ -28,7 +28,7 @@ def trace(
         str | None, typer.Option(metavar=options.TREE_SHAPE, help="Draft trees of this shape; default means 60/5/10.")
     ] = None,
     max_new_tokens: options.MaxNewTokens = 128,
-    num_assistant_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chain.")] = 5,
+    num_assistant_tokens: Annotated[int, typer.Option(help="Tokens of a chain.")] = 5,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 50,
     chat_template: options.ChatTemplate = False,

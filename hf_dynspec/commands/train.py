@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 train_app = CommandApp(help="Train drafters, and what policies need.")
 
-_METHODS, _SCHEDULES = ("dynaspec", "coral"), ("fitted", "dynaspec", "fixed")
+_SCHEDULES = ("fitted", "dynaspec", "fixed")
 # Groups are whole, so that few of them may hold much less than was asked for.
 _MUCH_LESS = 0.8
 # Options that CORAL's router lacks.
@@ -50,7 +50,7 @@ def router(
         str,
         typer.Option(
             help="dynaspec: a network that reads what a draft step starts from. coral: one layer that reads its "
-            "hidden state, over groups of equal size; --pinned, --schedule, --mass and --hidden are not for it.",
+            "hidden state, over groups of equal size; --pinned, --schedule, --mass and --hidden are not for it."
         ),
     ] = "dynaspec",
     text_field: options.TextField = "text",
@@ -75,13 +75,11 @@ def router(
     mass: Annotated[
         float, typer.Option(help="Choose no more clusters than reach this share of the router's probability.")
     ] = 1.0,
-    steps: Annotated[int, typer.Option(min=1, help="Draft steps to train on.")] = 300_000,
-    held_out: Annotated[int, typer.Option(min=1, help="Draft steps to judge by, from other texts.")] = 16_384,
-    window: Annotated[int, typer.Option(min=1, help="Tokens of text that are read at a time.")] = 384,
-    depth: Annotated[int, typer.Option(min=1, help="Draft steps of a round.")] = 5,
-    top_k: Annotated[
-        int, typer.Option(min=1, help="The drafter's so many most probable tokens are to be covered.")
-    ] = 10,
+    steps: Annotated[int, typer.Option(help="Draft steps to train on.")] = 300_000,
+    held_out: Annotated[int, typer.Option(help="Draft steps to judge by, from other texts.")] = 16_384,
+    window: Annotated[int, typer.Option(help="Tokens of text that are read at a time.")] = 384,
+    depth: Annotated[int, typer.Option(help="Draft steps of a round.")] = 5,
+    top_k: Annotated[int, typer.Option(help="The drafter's so many most probable tokens are to be covered.")] = 10,
     rounds: Annotated[
         bool,
         typer.Option("--rounds", help="Record rounds in which the target continues the data, not the data itself."),
@@ -89,15 +87,14 @@ def router(
     temperature: Annotated[
         float,
         typer.Option(
-            min=0.0,
-            help="At which the pair is going to sample: budgets are fitted to it (0: to 1), and --rounds draw.",
+            help="At which the pair is going to sample: budgets are fitted to it (0: to 1), and --rounds draw."
         ),
     ] = 0.8,
-    hidden: Annotated[int, typer.Option(min=1, help="Width of the router's hidden layer.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Draft steps of a batch, over all processes.")] = 1024,
+    hidden: Annotated[int, typer.Option(help="Width of the router's hidden layer.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Draft steps of a batch, over all processes.")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, at first.")] = 2e-3,
-    max_batches: Annotated[int, typer.Option(min=1, help="Batches to train on, at most.")] = 20_000,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="Batches between two looks at the held-out steps.")] = 200,
+    max_batches: Annotated[int, typer.Option(help="Batches to train on, at most.")] = 20_000,
+    evaluate_every: Annotated[int, typer.Option(help="Batches between two looks at the held-out steps.")] = 200,
     compare: Annotated[
         list[str] | None,
         typer.Option(metavar="ROUTER", help="Repeatable. Judge this trained router too, at the same held-out steps."),
@@ -205,7 +202,6 @@ def router(
 
 def _require_options(context: typer.Context, method: str, schedule: str, share: float, mass: float) -> None:
     """Raise a `ConfigurationError` if options are out of range, or not for the method."""
-    OneOf(_METHODS).require("method", method)
     OneOf(_SCHEDULES).require("schedule", schedule)
     given = [name for name in _NOT_CORAL if context.get_parameter_source(name).name != "DEFAULT"]
     if method == "coral" and given:

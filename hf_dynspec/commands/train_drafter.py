@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ..build.drafter_training import DrafterTrainingState
 
 _MINUTES = 30.0
+# The expected acceptance length from which a drafter is worth trying.
+_WORTH_IT = 1.5
 # Defaults on CPUs, where more batches are worth more than larger ones, and on GPUs.
 _SIZES = {"window": (256, 512), "batch_tokens": (512, 4096), "scored_tokens": (4096, 24_576)}
 
@@ -33,32 +35,25 @@ Out = Annotated[Path, typer.Option(help="Folder of the drafter.")]
 Minutes = Annotated[
     float | None, typer.Option(help="To work for, after models are loaded. Default: 30, unless --steps is given.")
 ]
-Steps = Annotated[int | None, typer.Option(min=1, help="Batches to train on, at most.")]
-SelfWritten = Annotated[
-    float, typer.Option(min=0.0, metavar="SHARE", help="Share of the texts that the target writes itself.")
-]
-Depth = Annotated[int, typer.Option(min=1, help="Draft steps of the chains that are trained on.")]
+Steps = Annotated[int | None, typer.Option(help="Batches to train on, at most.")]
+SelfWritten = Annotated[float, typer.Option(metavar="SHARE", help="Share of the texts that the target writes itself.")]
+Depth = Annotated[int, typer.Option(help="Draft steps of the chains that are trained on.")]
 Decay = Annotated[float, typer.Option(help="Weight of each draft step beside the one before it.")]
 Window = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of text that are read at a time. Default: 256, on a GPU 512.")
+    int | None, typer.Option(help="Tokens of text that are read at a time. Default: 256, on a GPU 512.")
 ]
 BatchTokens = Annotated[
-    int | None,
-    typer.Option(min=1, help="Tokens of a batch, at least, over all processes. Default: 512, on a GPU 4096."),
+    int | None, typer.Option(help="Tokens of a batch, at least, over all processes. Default: 512, on a GPU 4096.")
 ]
 ScoredTokens = Annotated[
     int | None,
-    typer.Option(
-        min=1, help="Token ids that a batch is scored by, of larger vocabularies. Default: 4096, on a GPU 24576."
-    ),
+    typer.Option(help="Token ids that a batch is scored by, of larger vocabularies. Default: 4096, on a GPU 24576."),
 ]
 LearningRate = Annotated[
     float | None, typer.Option(help="Of AdamW, at its highest. Default: by the width of the target.")
 ]
 Schedule = Annotated[str, typer.Option(help="Of the learning rate, after it rose: cosine or constant.")]
-SaveEvery = Annotated[
-    int, typer.Option(min=1, help="Batches between two savings of the state; it is saved each minute too.")
-]
+SaveEvery = Annotated[int, typer.Option(help="Batches between two savings of the state; it is saved each minute too.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of samples, first weights and order.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the drafter, and drop unfinished work in the folder.")
@@ -212,6 +207,7 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
 
     with progress_bar(is_main) as report:
         arguments = {"window": window, "accelerator": accelerator, "job": job, "report": report, "look": look}
+        arguments["say"] = partial(print, file=sys.stderr) if is_main else lambda text: None
         trained = train_drafter(target, tokenizer, corpus, maker(target), settings, work, **arguments)
     if not is_main:
         return
@@ -222,4 +218,8 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
     shutil.rmtree(work)
     figures = trained.figures
     typer.echo(f"{out}: expected acceptance length {figures.acceptance_length:.2f} in chains of {settings.depth}")
-    typer.echo(f"use it by --{'eagle' if job['kind'] == 'eagle' else 'drafter'} {out}")
+    option = f"--{'eagle' if job['kind'] == 'eagle' else 'drafter'} {out}"
+    if figures.acceptance_length < _WORTH_IT:
+        typer.echo(f"hardly worth it: below {_WORTH_IT:g}, drafting rarely pays. Train for longer, or on more texts")
+    use = f"use it by {option}" if figures.acceptance_length >= _WORTH_IT else f"to measure it: doctor {option}"
+    typer.echo(use)

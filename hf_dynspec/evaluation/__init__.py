@@ -7,20 +7,10 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "BenchmarkResult": ".bench.benchmark",
     "BenchmarkSettings": ".bench.benchmark",
-    "CoverageResult": ".coverage.result",
-    "CoverageSettings": ".coverage.settings",
-    "Trace": ".trace.result",
-    "TraceSettings": ".trace.settings",
-    "WorkloadError": ".prompts",
-    "WorkloadPrompt": ".prompts",
-    "measure_coverage": ".coverage.measure",
     "parse_policy": ".policy_text",
-    "parse_tree": ".tree_text",
     "read_workload": ".prompts",
     "run_benchmark": ".bench.benchmark",
-    "trace_prompt": ".trace.measure",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604 (ruff does not see that the keys are strings)
 

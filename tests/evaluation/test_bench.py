@@ -875,6 +875,8 @@ def test_long_prompts_are_refused_or_shortened(folder):
         (["--policy", "nonsense"], "no policy 'nonsense'"),
         (["--policy", "frequency:size=none"], "size must be"),
         (["--policy", "frequency:ranking=./no/such/folder"], "no/such/folder"),
+        (["--temperature", "-1"], "--temperature must be"),
+        (["--repeats", "0"], "repeats must be"),
         (["--dtype", "tiny"], "dtype must be"),
         (["--json", "no/such/folder/out.json"], "--json takes a file in an existing folder"),
         (["missing.jsonl"], "missing.jsonl: no such file or directory"),

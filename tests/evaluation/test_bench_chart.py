@@ -154,7 +154,7 @@ def test_an_interrupted_run_draws_what_it_has(ran, tmp_path, monkeypatch, after,
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, "there is no file or folder "),
+        (None, "no such file or directory"),
         ("{", "is no JSON"),
         ("[]", "is not what --json of hf-dynspec bench writes"),
         ('{"results": [], "measured": []}', "coverage --plot"),

@@ -743,6 +743,8 @@ def test_recall_is_measured_along_given_texts(data, tmp_path, monkeypatch):
         (("--policy", "frequency:ranking=path/to/without-{domain}"), "path/to/without-code"),
         (("--no-chain",), "there is nothing to draft"),
         (("--tree", "6/5"), "write total_tokens/depth/top_k"),
+        (("--temperature", -1), "--temperature must be a number of at least 0, got -1.0"),
+        (("--repeats", 0), "--repeats must be a whole number"),
         (("--data", "path/to/nothing.jsonl"), "path/to/nothing.jsonl"),
     ],
 )

@@ -118,7 +118,7 @@ class Diagnosis:
     finished: str | None = None  # UTC time
     notes: list[str] = field(default_factory=list)  # what was left out and why
     # Tokens per second of plain generation and of the default policy, on one prompt, in each dtype that was tried.
-    dtypes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    dtypes: dict[str, list[float]] = field(default_factory=dict)
     # Calls of plain generation.
     plain: TimedSetting = field(default_factory=lambda: TimedSetting("plain generate", None))
     head_product: TimedSetting | None = None  # the same with the head product of verifications; None if there is none
@@ -244,15 +244,15 @@ class Diagnosis:
     def line(self) -> str:
         """What to do, in Python, with `target` and `drafter` loaded."""
         best = self.best
-        dtype = f"loaded with dtype=torch.{self.models['target']['dtype']}"
+        loaded = f"# loaded with dtype=torch.{self.models['target']['dtype']}:\n"
         if not self.pays:
-            return f"target.generate(**inputs)  # without an assistant, {dtype}"
+            return f"{loaded}target.generate(**inputs)  # without an assistant"
         if best.tree is None:
             shape = f"num_assistant_tokens={best.steps}"
         else:
             shape = "tree=True" if best.tree == TreeConfig() else f"tree={best.tree!r}"
         before, policy = policy_in_python(best.policy, self.settings.policies)
-        return f"{before}DynSpecAssistant(drafter, {policy}, target=target, {shape})  # both {dtype}"
+        return f"{loaded}{before}DynSpecAssistant(drafter, {policy}, target=target, {shape})"
 
     # Showing it --------------------------------------------------------------------------------------------------
 

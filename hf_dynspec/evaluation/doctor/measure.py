@@ -44,7 +44,7 @@ _NO_TIME = "--seconds has no time for it"
 _MOST_ENDED_TEXTS = 3
 # The least seconds of one call, however little time is left, and the least in tokens of plain generation: a text of a
 # single round cannot be timed.
-_LEAST_SECONDS, _LEAST_OF_PLAIN = 0.5, 8
+_LEAST_SECONDS, _LEAST_OF_PLAIN = 0.5, 6
 # After each prompt the policies go on that are nearly as fast as the fastest.
 _STILL_OPEN = 0.8
 # On a CPU, this share of the time without this thread shows that the computer does other work.
@@ -83,12 +83,20 @@ def diagnose_pair(
     if prompts is None:
         prompts = read_workload(settings.prompts, settings.limit) if settings.prompts else PROMPTS
     heads = {"eagle": [settings.eagle] if settings.eagle else [], "allow_pickle": settings.allow_pickle}
+
+    def open_in(dtype: str | None) -> AbstractContextManager[Pair]:
+        given = (target, drafter, tokenizer, by_turns(prompts))
+        return open_pair(replace(settings, dtype=dtype), *given, **heads)
+
+    # Where the dtype is open, and everything is there that is loaded.
     tried = {}
-    if target is None and settings.target and settings.dtype is None and settings.resolved_device().type == "cpu":
-        tried = _try_dtypes(settings, make_assistant, drafter, tokenizer, by_turns(prompts), heads, report)
-        if tried:
-            settings = replace(settings, dtype=max(tried, key=lambda dtype: max(tried[dtype])))
-    with open_pair(settings, target, drafter, tokenizer, by_turns(prompts), **heads) as pair, ExitStack() as stack:
+    is_open = settings.dtype is None and settings.resolved_dtype() != "auto" and target is None
+    if is_open and settings.target and (settings.drafter or settings.eagle or drafter):
+        prepare_kernels()
+        report("trying dtypes", 0, max(1, round(settings.seconds)))
+        tried = _try_dtypes(settings, open_in, make_assistant)
+    chosen = max(tried, key=lambda dtype: max(tried[dtype])) if tried else settings.dtype
+    with open_in(chosen) as pair, ExitStack() as stack:
         (own,) = pair.drafters.values()
         diagnosis = Diagnosis(
             settings=settings,
@@ -115,44 +123,27 @@ def diagnose_pair(
 
 
 def _try_dtypes(
-    settings: DoctorSettings,
-    make_assistant: Callable[..., Any],
-    drafter: Any,
-    tokenizer: Any,
-    prompts: list[WorkloadPrompt],
-    heads: Mapping[str, Any],
-    report: Report,
-) -> dict[str, tuple[float, float]]:
+    settings: DoctorSettings, open_in: Callable[[str], Any], make_assistant: Any
+) -> dict[str, list[float]]:
     """Tokens per second of plain generation and of the default policy by dtype, on one prompt, if the target's weights
-    have 16 bits: some CPUs are slower in these than in 32."""
+    have 16 bits: many CPUs are slower in these than in 32. `open_in` opens the pair in a dtype."""
     config, speeds = load_config(settings.target, "target"), {}
     kept = config.dtype or config.get_text_config().dtype
     for dtype in (kept, torch.float32) if kept in (torch.bfloat16, torch.float16) else ():
         name = str(dtype).removeprefix("torch.")
-        with (
-            open_pair(replace(settings, dtype=name), None, drafter, tokenizer, prompts, **heads) as pair,
-            ExitStack() as stack,
-        ):
-            prepare_kernels()
-            (own,), ids = pair.drafters.values(), torch.tensor([pair.encoded[0]])
-            assistant = make_assistant(
-                own, target=pair.target, tokenizer=pair.tokenizer, num_assistant_tokens=settings.lengths[1]
-            )
+        with open_in(name) as pair, ExitStack() as stack:
+            (own,), ids, speeds[name] = pair.drafters.values(), torch.tensor([pair.encoded[0]]), []
+            assistant = make_assistant(own, target=pair.target, tokenizer=pair.tokenizer)
             stack.callback(assistant.unbind)
-            took = []
+            assistant.generation_config.num_assistant_tokens = settings.lengths[1]
             for more in ({}, {"assistant_model": assistant}):
                 for tokens in (_WARM_UP_TOKENS // 2, _TRIED_TOKENS):
-                    report(f"trying {name}", 0, round(settings.seconds))
                     how = generation_config(pair.target, tokens, settings.temperature, settings.top_k)
-                    how.min_new_tokens, how.max_time = tokens, max(_LEAST_SECONDS, settings.seconds / 16)
+                    how.min_new_tokens, how.max_time = tokens, settings.seconds / 16
                     torch.manual_seed(settings.seed)
-                    began = time.monotonic()
-                    text = pair.target.generate(
-                        ids, attention_mask=torch.ones_like(ids), generation_config=how, **more
-                    )
-                    speed = (text.shape[1] - ids.shape[1]) / (time.monotonic() - began)
-                took.append(speed)
-        speeds[name] = (took[0], took[1])
+                    began, mask = time.monotonic(), torch.ones_like(ids)
+                    text = pair.target.generate(ids, attention_mask=mask, generation_config=how, **more)
+                speeds[name].append((text.shape[1] - ids.shape[1]) / (time.monotonic() - began))
     return speeds
 
 
