@@ -99,12 +99,8 @@ def multiplies_fast(dtype: torch.dtype) -> bool:
 
 
 def fast_dtype(device: str | torch.device = "auto") -> str | torch.dtype:
-    """In which dtype to load models: `"auto"`, the one that their weights have, or `torch.float32` on a CPU that
-    multiplies 16-bit numbers slowly, where drafting would lose in them.
-
-    Args:
-        device: where the models are going to run; "auto": on an accelerator if there is one, else the CPU.
-    """
+    """In which dtype to load models for a device ("auto": an accelerator if there is one): `"auto"`, that of their
+    weights, or `torch.float32` on a CPU that multiplies 16-bit numbers slowly, where drafting would lose in them."""
     kind = str(device).partition(":")[0]
     if kind == "auto":
         kind = "gpu" if torch.cuda.is_available() or torch.backends.mps.is_available() else "cpu"

@@ -19,6 +19,7 @@ class AlignmentStatistics:
             requests that were scored (`OnlineAlignment.gate_window`); None where none was.
         acceptance_after: likewise with what it had learnt before it was trained on them.
         is_served: whether what was learnt is drafted with now.
+        why_not_served: why it is not, if that is for the gate; None otherwise.
         seconds: that recording, scoring, training and taking up took.
         generation_seconds: that the requests took, recording included.
         longest_swap: seconds that a draft could have had to wait for weights to be put in place, at most.
@@ -37,6 +38,7 @@ class AlignmentStatistics:
     acceptance_before: float | None = None
     acceptance_after: float | None = None
     is_served: bool = False
+    why_not_served: str | None = None
     seconds: float = 0.0
     generation_seconds: float = 0.0
     longest_swap: float = 0.0
@@ -59,12 +61,13 @@ class AlignmentStatistics:
             "not scored yet" if share is None else f"{share:.3f}"
             for share in (self.acceptance_before, self.acceptance_after)
         )
+        why = f": {self.why_not_served}" if self.why_not_served else ""
         rows = [
             ("requests learnt from", f"{self.requests}"),
             ("updates", f"{self.updates} ({self.kept} served, {self.rolled_back} rolled back)"),
             ("acceptance before", before),
             ("acceptance after", after),
-            ("drafts with", "what was learnt" if self.is_served else "the drafter's own weights"),
+            ("drafts with", "what was learnt" if self.is_served else f"the drafter's own weights{why}"),
             ("time", f"{self.seconds:.2f} s, {self.overhead:.1%} of generation's"),
             ("memory", f"requests {self.buffer_bytes:,} bytes, training {self.training_bytes:,} bytes"),
         ]

@@ -39,6 +39,8 @@ _WORTH_A_WARNING = 10_000_000
 
 @cache
 def _warn_of_16_bits(dtype: torch.dtype) -> None:
+    if dtype.itemsize != 2 or multiplies_fast(dtype):
+        return
     warn_user(
         f"this CPU multiplies numbers of 16 bits slowly, several rows above all: with a target in {str(dtype)[6:]} "
         "drafting is likely to be slower than plain generate. Load both models with dtype=torch.float32, or with "
@@ -110,8 +112,7 @@ class BoundAssistant(Assistant):
         except BaseException:
             self._drafter = given
             raise
-        is_slow = target.device.type == "cpu" and target.dtype.itemsize == 2 and not getattr(target, "is_quantized", 0)
-        if is_slow and target.num_parameters() >= _WORTH_A_WARNING and not multiplies_fast(target.dtype):
+        if target.device.type == "cpu" and target.num_parameters() >= _WORTH_A_WARNING:
             _warn_of_16_bits(target.dtype)
         return self
 

@@ -116,8 +116,6 @@ def progress_bar(is_shown: bool = True, shorter: str | None = None) -> Iterator[
             progress.console.print(f"about {left / 60:.0f} minutes more to go; {shorter}", highlight=False)
             shorter = None
         before = done
-        if not progress.console.is_terminal:
-            return
         # Not before the first report: while models are loaded, transformers shows bars of its own.
         progress.start()
         if began == now:

@@ -121,7 +121,7 @@ def doctor(
 
 
 def _require_estimate(given: dict[str, str]) -> None:
-    """Refuse an estimate without a device, and options that say how to measure; `given` holds how the options that were
+    """Refuse an estimate without a device, and options that say how to measure; `given` holds how options that were
     given are written, by their names."""
     measured = [option for name, option in given.items() if name not in (*_OF_ESTIMATES, *_OF_BOTH)]
     if measured:

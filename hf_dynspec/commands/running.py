@@ -91,10 +91,8 @@ class OptionNamingCommand(TyperCommand):
         rest = super().parse_args(context, args)
         for parameter in sorted(self.params, key=lambda one: one.param_type_name == "argument"):
             value = context.params.get(parameter.name)
-            if isinstance(value, bool):
-                continue
             for one in value if isinstance(value, list | tuple) else [value]:
-                problem = None if one is None else _problem(parameter.name, one)
+                problem = None if one is None or isinstance(one, bool) else _problem(parameter.name, one)
                 if problem is not None:
                     option = f"{parameter.opts[0]} " if parameter.param_type_name == "option" else ""
                     raise ConfigurationError(f"{option}{problem}")
@@ -133,10 +131,6 @@ def _problem(name: str, value: Any) -> str | None:
         from ..evaluation.tree_text import parse_tree
 
         parse_tree(value)
-    if name == "suite":
-        from ..evaluation.suites.data import suite_named
-
-        suite_named(value)
     if name == "config" and value.startswith("--"):
         return f"takes two configurations, the target's and the drafter's, got {value}"
     # The domain of each prompt takes the place of {domain}.

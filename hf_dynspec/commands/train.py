@@ -79,7 +79,10 @@ def router(
     held_out: Annotated[int, typer.Option(help="Draft steps to judge by, from other texts.")] = 16_384,
     window: Annotated[int, typer.Option(help="Tokens of text that are read at a time.")] = 384,
     depth: Annotated[int, typer.Option(help="Draft steps of a round.")] = 5,
-    top_k: Annotated[int, typer.Option(help="The drafter's so many most probable tokens are to be covered.")] = 10,
+    top_k: Annotated[
+        int,
+        typer.Option("--likeliest", "--top-k", help="The drafter's so many most probable tokens are to be covered."),
+    ] = 10,
     rounds: Annotated[
         bool,
         typer.Option("--rounds", help="Record rounds in which the target continues the data, not the data itself."),
@@ -246,7 +249,8 @@ def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> 
         "relative_acceptance_length": "acceptance length,\nof full",
     }
     title = f"At {metrics['held_out_steps']:,} held-out draft steps"
-    table = FittedTable(title, ["router", "mean shortlist", *shares.values()])
+    caption = "with the budgets that were fitted when training was over; while it went on, all steps had one"
+    table = FittedTable(title, ["router", "mean shortlist", *shares.values()], caption=caption)
     for figures in ({"router": name, **metrics}, *metrics["compared"]):
         size = f"{figures['size']:,.0f} ({figures['size'] / vocabulary_size:.1%})"
         table.add_row(figures["router"], size, *(f"{figures[share]:.2%}" for share in shares))

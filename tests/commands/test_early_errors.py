@@ -40,7 +40,7 @@ OTHERS = {
     "bench": ["--json no/such/file.json", "--plot speed.txt", "--dtype tiny", "--tree 6/5", "--prompts broken.jsonl"],
     "coverage": ["--json no/such/file.json", "--prompts broken.jsonl"],
     "doctor": ["--acceptance 0.5", "--config a b", "--seconds 0", "--tree 60x5"],
-    "evaluate": ["--router folder", "--table evospec-1 --policy full", "--suite mmlu", "--expected-prompts 3"],
+    "evaluate": ["--router folder", "--table evospec-1 --policy full", "--expected-prompts 3"],
     "trace": ["--prompt text", "--timeline profile.txt"],
     "plot": ["--nonsense"],
     "push": ["--dataset two%20words"],

@@ -29,8 +29,6 @@ from .settings import FULL, POLICIES, DoctorSettings
 Report = Callable[[str, int, int], None]
 
 _WARM_UP_TOKENS = 8
-# Of a text in each dtype that the models could be loaded in.
-_TRIED_TOKENS = 16
 _FEWEST_TOKENS = 16
 # Texts are cut to this number of prompts in the time of the first phase.
 _WANTED_PROMPTS = 3
@@ -83,20 +81,16 @@ def diagnose_pair(
     if prompts is None:
         prompts = read_workload(settings.prompts, settings.limit) if settings.prompts else PROMPTS
     heads = {"eagle": [settings.eagle] if settings.eagle else [], "allow_pickle": settings.allow_pickle}
-
-    def open_in(dtype: str | None) -> AbstractContextManager[Pair]:
-        given = (target, drafter, tokenizer, by_turns(prompts))
-        return open_pair(replace(settings, dtype=dtype), *given, **heads)
-
+    given: dict[str, Any] = {"drafter": drafter, "tokenizer": tokenizer}
     # Where the dtype is open, and everything is there that is loaded.
-    tried = {}
-    is_open = settings.dtype is None and settings.resolved_dtype() != "auto" and target is None
-    if is_open and settings.target and (settings.drafter or settings.eagle or drafter):
-        prepare_kernels()
-        report("trying dtypes", 0, max(1, round(settings.seconds)))
-        tried = _try_dtypes(settings, open_in, make_assistant)
-    chosen = max(tried, key=lambda dtype: max(tried[dtype])) if tried else settings.dtype
-    with open_in(chosen) as pair, ExitStack() as stack:
+    tried, is_slow = {}, target is None and settings.dtype is None and settings.resolved_dtype() != "auto"
+    if is_slow and settings.target and (settings.drafter or settings.eagle or drafter):
+        more = {"prompts": prompts, "fast_target_head": fast_target_head, "report": report}
+        tried = _try_dtypes(settings, partial(diagnose_pair, make_assistant=make_assistant, **given, **more))
+    if tried:
+        settings = replace(settings, dtype=max(tried, key=lambda dtype: max(tried[dtype])))
+    prompts = by_turns(prompts)
+    with open_pair(settings, target, prompts=prompts, **given, **heads) as pair, ExitStack() as stack:
         (own,) = pair.drafters.values()
         diagnosis = Diagnosis(
             settings=settings,
@@ -122,28 +116,17 @@ def diagnose_pair(
     return diagnosis
 
 
-def _try_dtypes(
-    settings: DoctorSettings, open_in: Callable[[str], Any], make_assistant: Any
-) -> dict[str, list[float]]:
-    """Tokens per second of plain generation and of the default policy by dtype, on one prompt, if the target's weights
-    have 16 bits: many CPUs are slower in these than in 32. `open_in` opens the pair in a dtype."""
+def _try_dtypes(settings: DoctorSettings, diagnose: Callable[..., Diagnosis]) -> dict[str, list[float]]:
+    """Tokens per second of plain generation and of the better of two policies, in the 16 bits of the target's weights
+    and in fp32; nothing if they have other dtypes."""
     config, speeds = load_config(settings.target, "target"), {}
     kept = config.dtype or config.get_text_config().dtype
+    short = replace(settings, policies=("hybrid",), tree=None, seconds=settings.seconds / 6)
     for dtype in (kept, torch.float32) if kept in (torch.bfloat16, torch.float16) else ():
         name = str(dtype).removeprefix("torch.")
-        with open_in(name) as pair, ExitStack() as stack:
-            (own,), ids, speeds[name] = pair.drafters.values(), torch.tensor([pair.encoded[0]]), []
-            assistant = make_assistant(own, target=pair.target, tokenizer=pair.tokenizer)
-            stack.callback(assistant.unbind)
-            assistant.generation_config.num_assistant_tokens = settings.lengths[1]
-            for more in ({}, {"assistant_model": assistant}):
-                for tokens in (_WARM_UP_TOKENS // 2, _TRIED_TOKENS):
-                    how = generation_config(pair.target, tokens, settings.temperature, settings.top_k)
-                    how.min_new_tokens, how.max_time = tokens, settings.seconds / 16
-                    torch.manual_seed(settings.seed)
-                    began, mask = time.monotonic(), torch.ones_like(ids)
-                    text = pair.target.generate(ids, attention_mask=mask, generation_config=how, **more)
-                speeds[name].append((text.shape[1] - ids.shape[1]) / (time.monotonic() - began))
+        tried, tokens = diagnose(replace(short, dtype=name)), settings.max_new_tokens
+        plain = tokens / tried.plain.seconds(tokens, tried.usable_prompts())
+        speeds[name] = [plain, tried.best.tokens_per_second]
     return speeds
 
 
