@@ -66,11 +66,11 @@ class Gate:
     def why_closed(self) -> str | None:
         """Why the learned weights are not served; None if they are."""
         if len(self._scores) < self._least:
-            return f"{len(self._scores)} of the {self._least} requests are scored that gate_least asks for"
+            return f"{len(self._scores)} of gate_least={self._least} requests are scored"
         before, after = self.means
         if after > (1 + WORTHWHILE) * before:
             return None
-        return f"what was learnt is served from {1 + WORTHWHILE:g} times the acceptance before"
+        return f"it is served from {1 + WORTHWHILE:g} times the acceptance"
 
     @property
     def is_hopeless(self) -> bool:

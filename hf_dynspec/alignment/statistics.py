@@ -61,16 +61,17 @@ class AlignmentStatistics:
             "not scored yet" if share is None else f"{share:.3f}"
             for share in (self.acceptance_before, self.acceptance_after)
         )
-        why = f": {self.why_not_served}" if self.why_not_served else ""
         rows = [
             ("requests learnt from", f"{self.requests}"),
             ("updates", f"{self.updates} ({self.kept} served, {self.rolled_back} rolled back)"),
             ("acceptance before", before),
             ("acceptance after", after),
-            ("drafts with", "what was learnt" if self.is_served else f"the drafter's own weights{why}"),
+            ("drafts with", "what was learnt" if self.is_served else "the drafter's own weights"),
             ("time", f"{self.seconds:.2f} s, {self.overhead:.1%} of generation's"),
             ("memory", f"requests {self.buffer_bytes:,} bytes, training {self.training_bytes:,} bytes"),
         ]
+        if self.why_not_served is not None:
+            rows.append(("not what was learnt, as", self.why_not_served))
         if self.error is not None:
             rows.append(("turned off by", self.error))
         width = max(len(name) for name, _ in rows)

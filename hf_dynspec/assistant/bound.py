@@ -34,7 +34,7 @@ from ..vocabulary import require_tokenizer_of
 
 _Self = TypeVar("_Self", bound="BoundAssistant")
 # Of smaller targets, the parameters are not what takes time.
-_WORTH_A_WARNING = 10_000_000
+_WORTH_A_WARNING = 5_000_000
 
 
 @cache

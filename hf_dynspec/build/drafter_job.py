@@ -154,9 +154,8 @@ def train_drafter(
     held_writer = SelfWriter(target, windows, range(held), folder=work / _HELD_OUT, **arguments)
     writer = SelfWriter(target, windows, range(held, len(windows)), folder=work / _WRITTEN, **arguments)
     checkpoint = work / _TRAINING
-    goes_on_with = checkpoint.exists() or writer.seconds() > 0
-    said = "going on with what an earlier run left" if goes_on_with else "what is finished is kept"
-    say(f"{said} in {work}; if this run is stopped or killed, the same command goes on")
+    said = "an earlier run left what this goes on with" if checkpoint.exists() or writer.seconds() else "work is kept"
+    say(f"{said} in {work}: if this is stopped or killed, the same command goes on")
     # A training goes on with the texts that it began with.
     if settings.self_written and not checkpoint.exists():
         most = len(writer.batches)

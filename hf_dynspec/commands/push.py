@@ -82,8 +82,6 @@ def push(
 
 
 def _require_artifact(directory: Path, repo_id: str) -> None:
-    if not directory.is_dir():
-        raise ConfigurationError(f"there is no folder {directory}; give one that holds an artifact")
     if all((directory / name).is_file() for name in FILES):
         raise ConfigurationError(
             f"{directory} is no artifact, but what export custom-generate wrote, which goes to the Hub as it is: "

@@ -53,7 +53,6 @@ def trace(
         raise ConfigurationError("name one prompt: a file with --prompts, or a text with --prompt")
     if prompt == "":
         raise ConfigurationError("--prompt is empty: give it the text that is to go on")
-    files = [] if prompts is None else [prompts]
     for path, option in ((html, "--html"), (json_file, "--json"), (timeline, "--timeline")):
         claim_file(context, path, option)
     if timeline is not None and timeline.suffix != ".json":
@@ -65,7 +64,7 @@ def trace(
     from ..evaluation.trace.report import text_report, to_dict, write_page
     from ..evaluation.trace.settings import TraceSettings
 
-    settings = options.settings_of(context, TraceSettings, prompts=files, policies=(policy,))
+    settings = options.settings_of(context, TraceSettings, prompts=[prompts] if prompts else [], policies=(policy,))
     with progress_bar() as report:
         result = trace_prompt(settings, prompts=given, timeline=timeline, report=report)
     console, chain_length = Console(), None if tree is not None else num_assistant_tokens

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 import hf_dynspec
-from hf_dynspec.commands import app
+from hf_dynspec.commands import app, common
 from hf_dynspec.commands.running import _ABOVE_0, _FOLDERS_OR_HUB_IDS, _FROM_0, _READ
 
 _PAIR = "--target target --drafter drafter"
@@ -142,3 +142,14 @@ def test_errors_in_words_come_before_torch(tmp_path):
     tried = done.stdout.splitlines()
     assert [line for line in tried if line.split(" | ")[0] not in ("1", "2")] == [], done.stderr[-2000:]
     assert len(tried) == len(lines), done.stderr[-2000:]
+
+
+def test_progress_is_told_without_a_terminal_and_long_work_beforehand(monkeypatch, capsys):
+    monkeypatch.setattr(common, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(common, "_LONG_SECONDS", -1.0)
+    with common.progress_bar(shorter="--limit makes it shorter") as report:
+        for done in range(4):
+            report("measuring", done, 10)
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("measuring: 2 of 10, about 0.0 minutes left") for line in lines)
+    assert sum("minutes more to go; --limit makes it shorter" in line for line in lines) == 1

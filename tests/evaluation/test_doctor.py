@@ -322,7 +322,7 @@ def test_the_seconds_are_kept_however_slow_the_models_are(given, monkeypatch):
     diagnosis = diagnose_pair(
         DoctorSettings(seconds=3.0, max_new_tokens=128), DynSpecAssistant, fast_target_head=False, **given
     )
-    assert time.monotonic() - began < 3.0 + 7.0
+    assert time.monotonic() - began < 3.0 + 9.0
     # Every policy has a prompt, and none is left out.
     assert {one.policy for one in diagnosis.speeds} == {"full", "hybrid", "frequency", "in_context", "screen"}
     assert diagnosis.speeds and diagnosis.sentence
