@@ -29,12 +29,12 @@ from .settings import FULL, POLICIES, DoctorSettings
 Report = Callable[[str, int, int], None]
 
 _WARM_UP_TOKENS = 8
-_FEWEST_TOKENS = 16
+_FEWEST_TOKENS = 8
 # Texts are cut to this number of prompts in the time of the first phase.
 _WANTED_PROMPTS = 3
 # Shares of the seconds at which the warm-up, the comparison of policies and that of lengths have to be over. The rest
 # is for profiles.
-_WARM_UP_ENDS, _POLICIES_END, _LENGTHS_END = 0.5, 0.7, 0.9
+_WARM_UP_ENDS, _POLICIES_END, _LENGTHS_END = 0.3, 0.7, 0.9
 # Two profiled calls have these numbers of tokens. Their difference is rounds that read no prompt.
 _PROFILED_TOKENS = (8, 32)
 _NO_TIME = "--seconds has no time for it"
@@ -216,7 +216,7 @@ class _Measurement:
         devices = (pair.target.device, *(one.head.device for one in pair.drafters.values()))
         self._clock = Stopwatch(enabled=False, devices=devices)
         self._assistants: dict[tuple[str, TreeConfig | None], Any] = {}
-        self._began = time.monotonic()
+        self._began, self._binding = time.monotonic(), 0.0  # seconds that went to binding are not for measuring
         # Seconds of plain generation for a token, and the most seconds of a call if not even short texts fit.
         self._token_seconds = 0.0
         self._most_seconds: float | None = None
@@ -229,12 +229,11 @@ class _Measurement:
         if has_head_product:
             diagnosis.head_product = TimedSetting("plain generate, this package's head product", None)
             plain.append(diagnosis.head_product)
+        self._most_seconds = self._left(_WARM_UP_ENDS) / (2 + len(diagnosis.policies))
         self._tell("warming up, plain generate")
         call = [self._generate(diagnosis.plain, 0) for _ in range(2)][-1]
         self._token_seconds = call.ends[-1] / sum(call.tokens)
         started = [label for label in list(diagnosis.policies) if self._can_start(label, optional)]
-        while len(started) > 2 and not self._fits(len(plain) + len(started), _POLICIES_END):
-            self._leave_out(started.pop(), _NO_TIME)
         diagnosis.timed = [TimedSetting(label, middle) for label in started]
         wanted = self._left(_POLICIES_END) / (_WANTED_PROMPTS * (len(plain) + len(started)))
         fitting = max(_FEWEST_TOKENS, int(wanted / self._token_seconds))
@@ -267,7 +266,7 @@ class _Measurement:
 
     def _can_start(self, label: str, optional: Collection[str]) -> bool:
         """Make the assistant of a policy and warm it up. False if the policy is left out."""
-        if len(self._assistants) >= 2 and self._spent() > _WARM_UP_ENDS:
+        if len(self._assistants) >= 2 and self._spent() > _POLICIES_END:
             self._leave_out(label, _NO_TIME)
             return False
         try:
@@ -295,7 +294,9 @@ class _Measurement:
         return self._left(end) >= ways * tokens * self._token_seconds
 
     def _make(self, policy: ShortlistPolicy, **settings: Any) -> Any:
+        began = time.monotonic()
         assistant = self._make_assistant(policy, num_assistant_tokens=self._settings.num_assistant_tokens, **settings)
+        self._binding += time.monotonic() - began
         self._stack.callback(assistant.unbind)
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
@@ -374,7 +375,7 @@ class _Measurement:
 
     def _spent(self) -> float:
         """The share of the seconds that is spent."""
-        return (time.monotonic() - self._began) / self._settings.seconds
+        return (time.monotonic() - self._began - self._binding) / self._settings.seconds
 
     def _tell(self, activity: str) -> None:
         total = max(1, round(self._settings.seconds))
