@@ -33,8 +33,7 @@ from ..stats import DraftingStatistics
 from ..vocabulary import require_tokenizer_of
 
 _Self = TypeVar("_Self", bound="BoundAssistant")
-# Of smaller targets, the parameters are not what takes time.
-_WORTH_A_WARNING = 5_000_000
+_WORTH_A_WARNING = 5_000_000  # of parameters; of smaller targets they are not what takes time
 
 
 @cache
@@ -42,9 +41,8 @@ def _warn_of_16_bits(dtype: torch.dtype) -> None:
     if dtype.itemsize != 2 or multiplies_fast(dtype):
         return
     warn_user(
-        f"this CPU multiplies numbers of 16 bits slowly, several rows above all: with a target in {str(dtype)[6:]} "
-        "drafting is likely to be slower than plain generate. Load both models with dtype=torch.float32, or with "
-        "dtype=hf_dynspec.fast_dtype(), which is that here."
+        f"this CPU multiplies numbers of 16 bits slowly, so that drafts for a target in {str(dtype)[6:]} are likely "
+        "to lose. Load both models with dtype=torch.float32, or hf_dynspec.fast_dtype(), which is that here."
     )
 
 

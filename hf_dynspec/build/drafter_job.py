@@ -36,8 +36,7 @@ _SAMPLED, _MOST_SAMPLED = 48, 24_576
 _TEXTS_ON_CPU, _TEXTS = 16, 64
 # If time is limited, the target writes during this part of it, times the share of texts that it is to write.
 _WRITING = 0.5
-# Batches before which a drafter is rarely of use.
-_FEWEST_BATCHES = 200
+_FEWEST_BATCHES = 200  # before which a drafter is rarely of use
 
 # Takes an activity, how much of it is done, and how much there is.
 Report = Callable[[str, int, int], None]
@@ -191,7 +190,6 @@ def train_drafter(
         took = time.monotonic() - began
         batches = state.step + max(0.0, 60 * (settings.minutes or math.inf) - state.seconds) / took
         if state.step == first + 1 and batches < _FEWEST_BATCHES:
-            # The target writes for a part of all minutes.
             enough = math.ceil(_FEWEST_BATCHES * took / (1 - _WRITING * settings.self_written) / 60)
             unread = "" if own or not settings.self_written else ", and the target had no time to write any text"
             say(

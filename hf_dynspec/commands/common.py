@@ -88,8 +88,7 @@ def command_line(context: typer.Context, shown: Callable[[Any], str] = str) -> l
 @contextmanager
 def progress_bar(is_shown: bool = True, shorter: str | None = None) -> Iterator[Callable[[str, int, int], None]]:
     """A bar that is drawn only when it is moved, so that nothing is drawn while a call is timed; lines now and then,
-    where the output is no terminal. Of several processes one shows it. `shorter` tells what makes an activity shorter,
-    and is said once if that is going to take minutes."""
+    where the output is no terminal. Of several processes one shows it. `shorter` is said once if it takes minutes."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as RemainingColumn

@@ -21,7 +21,7 @@ from ..errors import ConfigurationError, DynSpecError
 INTERRUPTED = 130
 # Files by which a folder is known to hold an artifact or a model.
 MODEL_FILES = ("config.json", "model.safetensors")
-# Parameters that name files and folders that are read.
+# Parameters that name what is read.
 _READ = {"prompts", "data", "more", "text", "held_out", "file", "check", "results", "directory"}
 # Those that name a model or an artifact: a folder, or what may be a repository's name.
 _FOLDERS_OR_HUB_IDS = set("target drafter eagle tokenizer from_target artifact head source config clusters".split())
@@ -86,8 +86,7 @@ class OptionNamingCommand(TyperCommand):
     before the command imports torch, which takes seconds."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        """See `click.Command.parse_args`. Raises `ConfigurationError` for a value that is no use whatever else is
-        given."""
+        """See `click.Command.parse_args`. Raises `ConfigurationError` for a value that is of no use anywhere."""
         rest = super().parse_args(context, args)
         for parameter in sorted(self.params, key=lambda one: one.param_type_name == "argument"):
             value = context.params.get(parameter.name)

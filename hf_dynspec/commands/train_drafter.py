@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from ..build.drafter_training import DrafterTrainingState
 
 _MINUTES = 30.0
-# The expected acceptance length from which a drafter is worth trying.
-_WORTH_IT = 1.5
+_WORTH_IT = 1.5  # the expected acceptance length from which a drafter is worth trying
 # Defaults on CPUs, where more batches are worth more than larger ones, and on GPUs.
 _SIZES = {"window": (256, 512), "batch_tokens": (512, 4096), "scored_tokens": (4096, 24_576)}
 

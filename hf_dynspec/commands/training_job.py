@@ -158,7 +158,7 @@ class TrainingJob:
             figures = judge(training.best)
             # The table at the end has other recalls: of the budgets that are fitted when training is over.
             says = (
-                f"with one budget cluster recall {figures.cluster_recall:.1%}, target's mass {figures.target_mass:.1%}"
+                f"by one budget, cluster recall {figures.cluster_recall:.1%}, target's mass {figures.target_mass:.1%}"
             )
             losses = f"loss {loss:.3f}, held out {held_out_loss:.3f}"
             best = f"the best so far, of batch {state.best_step:,}: {says} on {figures.size:,.0f} tokens"

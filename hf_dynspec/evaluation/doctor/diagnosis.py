@@ -302,8 +302,8 @@ class Diagnosis:
         if self.dtypes:
             speeds = [f"{dtype} {plain:.1f} and {drafted:.1f}" for dtype, (plain, drafted) in self.dtypes.items()]
             sentences.append(
-                f"Tokens per second of plain generate and of hybrid at first: in {', in '.join(speeds)}. All else was "
-                f"measured in {self.models['target']['dtype']}, the faster one: load both models with it."
+                f"Tokens per second of plain generate and with drafts: in {', in '.join(speeds)}, in seconds. All "
+                f"else was measured in {self.models['target']['dtype']}, the faster one: load both models in it."
             )
         ended = self.measured_prompts - len(self.usable_prompts())
         if ended:

@@ -40,8 +40,7 @@ _PROFILED_TOKENS = (8, 32)
 _NO_TIME = "--seconds has no time for it"
 # Past the end, so many prompts are tried if all texts so far ended at once.
 _MOST_ENDED_TEXTS = 3
-# The least seconds of one call, however little time is left, and the least in tokens of plain generation: a text of a
-# single round cannot be timed.
+# The least seconds of one call, and the least in tokens of plain generation: texts of one round cannot be timed.
 _LEAST_SECONDS, _LEAST_OF_PLAIN = 0.5, 6
 # After each prompt the policies go on that are nearly as fast as the fastest.
 _STILL_OPEN = 0.8
