@@ -28,9 +28,7 @@ _CARD = """---
 {about}, for speculative decoding with `hf_dynspec`. The target verifies every token, so the output is the target's
 own.
 
-```bash
-pip install git+<the repository of hf_dynspec>
-```
+Install `hf_dynspec` by `pip install git+<its repository>`.
 
 ```python
 {usage}

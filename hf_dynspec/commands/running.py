@@ -85,9 +85,8 @@ class OptionNamingCommand(TyperCommand):
     """A command whose errors about settings name the options that gave them. What can be refused by itself is refused
     before the command imports torch, which takes seconds."""
 
-    def parse_args(self, context: Any, args: list[str]) -> list[str]:
-        """See `click.Command.parse_args`. Raises `ConfigurationError` for a value that is of no use anywhere."""
-        rest = super().parse_args(context, args)
+    def invoke(self, context: Any) -> Any:
+        """See `click.Command.invoke`. Raises `ConfigurationError` for a value that is of no use anywhere."""
         for parameter in sorted(self.params, key=lambda one: one.param_type_name == "argument"):
             value = context.params.get(parameter.name)
             for one in value if isinstance(value, list | tuple) else [value]:
@@ -95,10 +94,6 @@ class OptionNamingCommand(TyperCommand):
                 if problem is not None:
                     option = f"{parameter.opts[0]} " if parameter.param_type_name == "option" else ""
                     raise ConfigurationError(f"{option}{problem}")
-        return rest
-
-    def invoke(self, context: Any) -> Any:
-        """See `click.Command.invoke`."""
         from ..fields import ChangedSettings, SettingError
 
         options = {one.name: one.opts[0] for one in self.params if one.param_type_name == "option"}
