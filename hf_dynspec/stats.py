@@ -277,6 +277,10 @@ class DraftingStatistics:
         work = self.background_work
         return {**asdict(work), "hidden_share": work.hidden_share} if work.jobs else None
 
+    def __repr__(self) -> str:
+        length = f"acceptance length {self.acceptance_length:.2f}" if self.rounds else "no round yet"
+        return f"<{type(self).__name__}: {self.tokens} tokens in {self.rounds} rounds, {length}>"
+
     def __str__(self) -> str:
         by_position = " ".join(f"{rate:.2f}" for rate in self.accepted_per_round)
         # A chain has one token at each draft step of a round, and a tree has several.

@@ -60,10 +60,17 @@ class Gate:
     @property
     def is_open(self) -> bool:
         """Whether the learned weights are served."""
+        return self.why_closed is None
+
+    @property
+    def why_closed(self) -> str | None:
+        """Why the learned weights are not served; None if they are."""
         if len(self._scores) < self._least:
-            return False
+            return f"{len(self._scores)} of gate_least={self._least} requests are scored"
         before, after = self.means
-        return after > (1 + WORTHWHILE) * before
+        if after > (1 + WORTHWHILE) * before:
+            return None
+        return f"it is served from {1 + WORTHWHILE:g} times the acceptance"
 
     @property
     def is_hopeless(self) -> bool:

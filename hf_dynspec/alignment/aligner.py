@@ -125,6 +125,7 @@ class Aligner:
             acceptance_before=means and means[0],
             acceptance_after=means and means[1],
             is_served=self.live.is_served,
+            why_not_served=self.adapter.gate.why_closed if self.settings.gate and not self.live.is_served else None,
             seconds=self.budget.spent,
             generation_seconds=self.budget.earned_on,
             longest_swap=self.live.longest_swap,

@@ -19,6 +19,7 @@ class AlignmentStatistics:
             requests that were scored (`OnlineAlignment.gate_window`); None where none was.
         acceptance_after: likewise with what it had learnt before it was trained on them.
         is_served: whether what was learnt is drafted with now.
+        why_not_served: why it is not, if that is for the gate; None otherwise.
         seconds: that recording, scoring, training and taking up took.
         generation_seconds: that the requests took, recording included.
         longest_swap: seconds that a draft could have had to wait for weights to be put in place, at most.
@@ -37,6 +38,7 @@ class AlignmentStatistics:
     acceptance_before: float | None = None
     acceptance_after: float | None = None
     is_served: bool = False
+    why_not_served: str | None = None
     seconds: float = 0.0
     generation_seconds: float = 0.0
     longest_swap: float = 0.0
@@ -68,6 +70,8 @@ class AlignmentStatistics:
             ("time", f"{self.seconds:.2f} s, {self.overhead:.1%} of generation's"),
             ("memory", f"requests {self.buffer_bytes:,} bytes, training {self.training_bytes:,} bytes"),
         ]
+        if self.why_not_served is not None:
+            rows.append(("not what was learnt, as", self.why_not_served))
         if self.error is not None:
             rows.append(("turned off by", self.error))
         width = max(len(name) for name, _ in rows)

@@ -102,15 +102,6 @@ def naming_hub_errors(repo_id: str, filename: str, or_folder: bool = False) -> I
         raise ArtifactError(filename, problem, "Make the cache writable, or give another cache_dir.") from error
 
 
-def require_repository_name(name: str, field: str = "repository") -> None:
-    """Check the name of a repository or a dataset before anything is asked of the Hub. `field` names it in the
-    error."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise ArtifactError(field, f"{name!r} cannot be a name on the Hub", "Correct the name.") from error
-
-
 class Repository:
     """An artifact on the Hub. Its files are downloaded to the cache, and their sizes checked before. The options are
     `cache_dir` and `token`."""

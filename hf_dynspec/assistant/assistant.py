@@ -107,6 +107,10 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         if target is not None:
             self.bind(target)
 
+    def __repr__(self) -> str:
+        target = f"a {type(self.target).__name__}" if self.target is not None else "no target yet"
+        return f"<{type(self).__name__}: {type(self.drafter).__name__} with {self.policy.name!r} for {target}>"
+
     # Settings ------------------------------------------------------------------------------------------------------
 
     @property

@@ -36,6 +36,7 @@ _SAMPLED, _MOST_SAMPLED = 48, 24_576
 _TEXTS_ON_CPU, _TEXTS = 16, 64
 # If time is limited, the target writes during this part of it, times the share of texts that it is to write.
 _WRITING = 0.5
+_FEWEST_BATCHES = 200  # before which a drafter is rarely of use
 
 # Takes an activity, how much of it is done, and how much there is.
 Report = Callable[[str, int, int], None]
@@ -81,6 +82,7 @@ def train_drafter(
     job: dict[str, Any] | None = None,
     report: Report = lambda activity, done, total: None,
     look: Callable[[DrafterTrainingState, HeldOutFigures], None] = lambda state, figures: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> TrainedDrafter:
     """Train a drafter on texts, and on texts that the target writes itself after their beginnings.
 
@@ -96,6 +98,7 @@ def train_drafter(
         job: JSON values that decide what `make` returns.
         report: called as the work goes on.
         look: called after each look at the held-out texts.
+        say: takes a line: what an earlier call left, and whether the minutes are going to be enough.
 
     Raises:
         ConfigurationError: the texts are too few, or the folder holds unfinished work of another job.
@@ -116,7 +119,7 @@ def train_drafter(
         "inputs": describe_files(file.path for file in corpus.files),
         "text field": corpus.text_field,
         "tokenizer": describe_tokenizer(tokenizer),
-        "settings": {**asdict(settings), "save_every": None, "window": window},
+        "settings": {**asdict(settings), "save_every": None, "minutes": None, "window": window},
         "drafter": job,
     }
     wanted = min(_MOST_TOKENS, (settings.steps or _MOST_TOKENS) * settings.batch_tokens)
@@ -150,6 +153,8 @@ def train_drafter(
     held_writer = SelfWriter(target, windows, range(held), folder=work / _HELD_OUT, **arguments)
     writer = SelfWriter(target, windows, range(held, len(windows)), folder=work / _WRITTEN, **arguments)
     checkpoint = work / _TRAINING
+    said = "an earlier run left what this goes on with" if checkpoint.exists() or writer.seconds() else "work is kept"
+    say(f"{said} in {work}: if this is stopped or killed, the same command goes on")
     # A training goes on with the texts that it began with.
     if settings.self_written and not checkpoint.exists():
         most = len(writer.batches)
@@ -179,7 +184,19 @@ def train_drafter(
         target, drafter, (texts, own), held_out, ranking, settings, checkpoint, accelerator, seconds
     )
 
+    began, first = time.monotonic(), training.state.step
+
     def progress(state: DrafterTrainingState, done: float) -> None:
+        took = time.monotonic() - began
+        batches = state.step + max(0.0, 60 * (settings.minutes or math.inf) - state.seconds) / took
+        if state.step == first + 1 and batches < _FEWEST_BATCHES:
+            enough = math.ceil(_FEWEST_BATCHES * took / (1 - _WRITING * settings.self_written) / 60)
+            unread = "" if own or not settings.self_written else ", and the target had no time to write any text"
+            say(
+                f"a batch takes {took:.1f} s, so that {settings.minutes:g} minutes have about {batches:,.0f} of them"
+                f"{unread}; a drafter is rarely of use before about {_FEWEST_BATCHES}. Stop, and give this target "
+                f"about --minutes {enough}: what is kept is used"
+            )
         says = f"training, batch {state.step:,}, loss {state.loss:.3f}"
         by_steps = settings.steps and not settings.minutes
         report(says, *((state.step, settings.steps) if by_steps else (round(1000 * done), 1000)))

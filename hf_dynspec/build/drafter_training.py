@@ -275,7 +275,9 @@ class DrafterTraining:
 
     def _job(self) -> str:
         """A digest of what decides the training's result, but for its length in time."""
-        settings = {name: value for name, value in asdict(self._settings).items() if name != "save_every"}
+        settings = {
+            name: value for name, value in asdict(self._settings).items() if name not in ("save_every", "minutes")
+        }
         sizes = [[len(text) for text in texts] for texts in (*self._texts, self._held_out)]
         shapes = {name: list(one.shape) for name, one in self._best.items()}
         return hashlib.sha256(json.dumps([settings, sizes, shapes]).encode()).hexdigest()

@@ -71,13 +71,16 @@ def bench(
     in one process and take turns on every prompt, after a warm-up. Speeds include the prompt. A run that is
     interrupted shows and saves what it has.
     """
+    files = [*prompts, *(more or [])]
+    results = claim_results(context, json_file, plot)
+    from ..evaluation.prompts import read_workload
+
+    workload = read_workload(files, limit)
     from ..evaluation.bench.benchmark import BenchmarkSettings, run_benchmark
     from ..evaluation.bench.chart import has_speeds, write_speed_chart
     from ..evaluation.bench.report import to_dict
     from ..evaluation.policy_text import DEFAULT_POLICIES
-    from ..evaluation.prompts import read_workload
 
-    files = [*prompts, *(more or [])]
     settings = options.settings_of(
         context,
         BenchmarkSettings,
@@ -89,15 +92,13 @@ def bench(
         temperatures=temperature or [0.0],
         measure_coverage=not skip_coverage,
     )
-    results = claim_results(context, json_file, plot)
-    workload = read_workload(files, limit)
 
     def save(measured: "BenchmarkResult") -> None:
         # An earlier run's results are worth more than none.
         if measured.generations:
             results.save(partial(to_dict, measured))
 
-    with progress_bar() as report:
+    with progress_bar(shorter="fewer prompts (--limit), policies and --repeats make it shorter") as report:
         result = run_benchmark(settings, prompts=workload, report=report, save=save)
     _print(result, by_domain)
     if plot is not None and has_speeds(values := to_dict(result, results.words)):

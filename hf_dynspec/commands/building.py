@@ -11,7 +11,7 @@ import typer
 
 from ..errors import ConfigurationError
 from .common import command_line, progress_bar
-from .running import claim_folder
+from .running import MODEL_FILES, claim_folder
 
 if TYPE_CHECKING:
     import torch
@@ -23,27 +23,25 @@ if TYPE_CHECKING:
 UNFINISHED = "partial"
 # Provenance names this many input files, and of more than these their number and their size.
 _MOST_NAMED_INPUTS = 100
-# Files by which a folder is known to hold an artifact or a model.
-_ARTIFACT_FILES = ("config.json", "model.safetensors")
 
 
 def require_free_folder(context: typer.Context, out: Path, overwrite: bool) -> None:
     """Lock the folder of an artifact, or raise a `ConfigurationError` if it cannot be written after the work."""
-    from ..artifacts.folder import is_own_config
-
     if out.exists() and not out.is_dir():
         raise ConfigurationError(f"{out} is a file; give --out a folder")
     if _holds_artifact(out):
         if not overwrite:
             problem = "already holds an artifact or a model; choose another --out or --overwrite it"
             raise ConfigurationError(f"{out} {problem}")
+        from ..artifacts.folder import is_own_config
+
         if not is_own_config(out / "config.json"):
             raise ConfigurationError(f"{out} holds files of something else than hf_dynspec; choose another --out")
-    claim_folder(context, out, own=(*_ARTIFACT_FILES, UNFINISHED))
+    claim_folder(context, out, own=(*MODEL_FILES, UNFINISHED))
 
 
 def _holds_artifact(out: Path) -> bool:
-    return any((out / name).exists() for name in _ARTIFACT_FILES)
+    return any((out / name).exists() for name in MODEL_FILES)
 
 
 def going_on(out: Path, overwrite: bool) -> str:
@@ -90,25 +88,30 @@ def write_policy(
     write_artifact(out, config, tensors=tensors)
 
 
-def find_text(paths: list[Path], text_field: str, tokenizer: Any) -> tuple["Corpus", dict[str, Any]]:
-    """The files, and what tells whether a job is still about the same ones."""
-    from .. import __version__
+def find_text(paths: list[Path], text_field: str) -> "Corpus":
+    """The files. Says which are left out."""
     from ..build.corpus import find_corpus
-    from ..build.jobs import describe_files, describe_tokenizer
 
     corpus = find_corpus(paths, text_field)
     if corpus.skipped:
         names = [Path(path).name for path in corpus.skipped[:5]]
         names += [f"and {len(corpus.skipped) - 5} more"] if len(corpus.skipped) > 5 else []
         typer.echo(f"left out, as not text: {', '.join(names)}", err=True)
-    job = {
+    return corpus
+
+
+def describe_text(corpus: "Corpus", tokenizer: Any) -> dict[str, Any]:
+    """What tells whether a job is still about the same texts."""
+    from .. import __version__
+    from ..build.jobs import describe_files, describe_tokenizer
+
+    return {
         "inputs": describe_files(file.path for file in corpus.files),
-        "text field": text_field,
+        "text field": corpus.text_field,
         "tokenizer": describe_tokenizer(tokenizer),
         # Another version may cut text in other places.
         "hf_dynspec": __version__,
     }
-    return corpus, job
 
 
 @contextmanager

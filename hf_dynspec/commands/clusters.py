@@ -45,12 +45,12 @@ def clusters(
     trained on the same clusters. Each token of the tokenizer is in exactly one cluster; padding rows of the head are
     in none.
     """
+    require_free_folder(context, out, overwrite)
     from ..build.clusters import cluster_tokens, neighbour_spread, require_cluster_settings, require_faiss
     from ..loading import find_eos_token_ids, load_tokenizer
     from ..shortlists.router import Router, RouterShortlist
     from ..vocabulary import fingerprint_tokenizer
 
-    require_free_folder(context, out, overwrite)
     if not balanced:
         require_faiss()
     loaded = load_tokenizer(tokenizer or target)

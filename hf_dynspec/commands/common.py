@@ -1,6 +1,8 @@
 """What commands share: the command as it was given, the file of results, the progress bar, the console."""
 
 import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,8 @@ from .running import claim_file, describe_os_error, end_interrupted, raise_lost_
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Between two lines of progress, and how long a measurement may take without saying so beforehand.
+_LINE_SECONDS, _LONG_SECONDS = 20.0, 120.0
 # Columns of tables in a file or a pipe, which rich takes to have 80.
 WIDTH_OF_FILES = 180
 
@@ -82,9 +86,9 @@ def command_line(context: typer.Context, shown: Callable[[Any], str] = str) -> l
 
 
 @contextmanager
-def progress_bar(is_shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that is drawn only when it is moved, so that nothing is drawn while a call is timed. Of several processes
-    one shows it."""
+def progress_bar(is_shown: bool = True, shorter: str | None = None) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar that is drawn only when it is moved, so that nothing is drawn while a call is timed; lines now and then,
+    where the output is no terminal. Of several processes one shows it. `shorter` is said once if it takes minutes."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as RemainingColumn
@@ -93,19 +97,29 @@ def progress_bar(is_shown: bool = True) -> Iterator[Callable[[str, int, int], No
     described = TextColumn("{task.description}", markup=False)
     progress = Progress(*columns, described, console=Console(stderr=True), auto_refresh=False)
     task = progress.add_task("", total=None)
-    before = 0
+    before, first, began, told = 0, 0, 0.0, 0.0
 
     def report(activity: str, done: int, total: int) -> None:
-        nonlocal before
+        nonlocal before, first, began, told, shorter
         raise_lost_interrupt()
         if not is_shown:
             return
+        now = time.monotonic()
+        if done < before or not began:
+            first, began, told = done, now, now
+        left = (now - began) * (total - done) / max(1, done - first)
+        if not progress.console.is_terminal and now - told > _LINE_SECONDS:
+            told, less = now, f", about {left / 60:.1f} minutes left" if done > first else ""
+            print(f"{activity}: {done:,} of {total:,}{less}", file=sys.stderr)
+        if shorter and done > first and now - began > _LINE_SECONDS and left > _LONG_SECONDS:
+            progress.console.print(f"about {left / 60:.0f} minutes more to go; {shorter}", highlight=False)
+            shorter = None
+        before = done
         # Not before the first report: while models are loaded, transformers shows bars of its own.
         progress.start()
-        if done < before:
+        if began == now:
             # Another activity begins, with a pace of its own.
             progress.reset(task)
-        before = done
         progress.update(task, description=activity, completed=done, total=total)
         progress.refresh()
 

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import ConfigurationError, counted
 from . import options
-from .running import CommandApp, claim_folder
+from .running import MODEL_FILES, CommandApp, claim_folder
 
 convert_app = CommandApp(help="Convert checkpoints from one layout to another.")
 
@@ -56,13 +56,12 @@ def eagle(
     EAGLE-3 goes from the official layout to speculators and back with every bit of its tensors. For SGLang, an EAGLE-2
     head without fc.bias gets a zero one.
     """
+    if not overwrite and any((out / name).exists() for name in MODEL_FILES):
+        raise ConfigurationError(f"{out} holds a model already. Give --overwrite, or another folder.")
+    claim_folder(context, out, "OUT", own=MODEL_FILES)
     from ..drafters.eagle.checkpoint import read_checkpoint, write_checkpoint
-    from ..drafters.eagle.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE
     from ..drafters.eagle.conversion import convert_checkpoint, read_output_rows
 
-    if not overwrite and ((out / CONFIG_FILE).exists() or (out / WEIGHTS_FILE).exists()):
-        raise ConfigurationError(f"{out} holds a model already. Give --overwrite, or another folder.")
-    claim_folder(context, out, "OUT", own=(CONFIG_FILE, WEIGHTS_FILE))
     checkpoint = read_checkpoint(source, revision=revision, allow_pickle=allow_pickle)
     rows, found = (None, ()) if target is None else read_output_rows(target)
     converted = convert_checkpoint(

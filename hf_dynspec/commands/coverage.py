@@ -51,16 +51,17 @@ def coverage(
     of a prompt: frequency:ranking=rankings/without-{domain} uses a folder for each. An interrupted run shows and saves
     what it has.
     """
+    from ..evaluation.prompts import read_workload
+
+    files = [*prompts, *(more or [])]
+    results = claim_results(context, json_file, plot)
+    workload = read_workload(files, limit)
     from ..evaluation.coverage.measure import measure_coverage
     from ..evaluation.coverage.report import coverage_table, depth_table, domain_tables, to_dict, write_plot
     from ..evaluation.coverage.settings import CoverageSettings
     from ..evaluation.policy_text import DEFAULT_POLICIES
-    from ..evaluation.prompts import read_workload
 
-    files = [*prompts, *(more or [])]
     settings = options.settings_of(context, CoverageSettings, prompts=files, policies=policy or DEFAULT_POLICIES)
-    results = claim_results(context, json_file, plot)
-    workload = read_workload(files, limit)
 
     def save(measured: "CoverageResult") -> None:
         # An earlier run's results are worth more than none.

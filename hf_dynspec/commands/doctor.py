@@ -90,10 +90,10 @@ def doctor(
         if context.get_parameter_source(parameter.name).name == "COMMANDLINE"
     }
     if config is not None:
+        _require_estimate(given)
+        results = claim_results(context, json_file)
         from ..evaluation.doctor.estimate import EstimateSettings, Machine
 
-        _require_estimate(config, given)
-        results = claim_results(context, json_file)
         machine = Machine(device_memory_bandwidth, launch_latency, device_flops)
         models = {"target": config[0], "drafter": config[1], "machine": machine}
         policies, rates = policy or EstimateSettings.policies, tuple(acceptance or EstimateSettings.acceptance)
@@ -104,24 +104,25 @@ def doctor(
     for name in _OF_ESTIMATES:
         if name in given:
             raise ConfigurationError(f"{given[name]} is for estimates: name two configurations with --config")
+    from ..evaluation.prompts import read_workload
+
+    results = claim_results(context, json_file)
+    files = [*(prompts or []), *(more or [])]
+    workload = read_workload(files, limit) if files else None
     from ..evaluation.doctor.settings import POLICIES, DoctorSettings
     from ..evaluation.settings import PairSettings
 
     if target is not None and given.keys() <= _OF_TARGETS:
-        _print_ways(options.settings_of(context, PairSettings), claim_results(context, json_file))
+        _print_ways(options.settings_of(context, PairSettings), results)
         return
-    files = [*(prompts or []), *(more or [])]
     shape = None if tree == "none" else tree
     settings = options.settings_of(context, DoctorSettings, prompts=files, policies=policy or POLICIES, tree=shape)
-    _print_diagnosis(settings, claim_results(context, json_file))
+    _print_diagnosis(settings, workload, results)
 
 
-def _require_estimate(config: tuple[str, str], given: dict[str, str]) -> None:
-    """Refuse an option in the place of a configuration, an estimate without a device, and options that say how to
-    measure; `given` holds how the options that were given are written, by their names."""
-    for name in config:
-        if name.startswith("--"):
-            raise ConfigurationError(f"--config takes two configurations, the target's and the drafter's, got {name}")
+def _require_estimate(given: dict[str, str]) -> None:
+    """Refuse an estimate without a device, and options that say how to measure; `given` holds how options that were
+    given are written, by their names."""
     measured = [option for name, option in given.items() if name not in (*_OF_ESTIMATES, *_OF_BOTH)]
     if measured:
         raise ConfigurationError(f"--config measures nothing, so leave {' and '.join(measured)} out")
@@ -130,12 +131,10 @@ def _require_estimate(config: tuple[str, str], given: dict[str, str]) -> None:
         raise ConfigurationError(f"--config needs {' and '.join(missing)}: say what device to estimate for")
 
 
-def _print_diagnosis(settings: "DoctorSettings", results: ResultsFile) -> None:
+def _print_diagnosis(settings: "DoctorSettings", workload: list | None, results: ResultsFile) -> None:
     from ..assistant import DynSpecAssistant
     from ..evaluation.doctor.measure import diagnose_pair
-    from ..evaluation.prompts import read_workload
 
-    workload = read_workload(settings.prompts, settings.limit) if settings.prompts else None
     with progress_bar() as report:
         diagnosis = diagnose_pair(settings, DynSpecAssistant, prompts=workload, report=report)
     results.save(diagnosis.to_dict)

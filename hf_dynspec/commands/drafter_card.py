@@ -28,9 +28,7 @@ _CARD = """---
 {about}, for speculative decoding with `hf_dynspec`. The target verifies every token, so the output is the target's
 own.
 
-```bash
-pip install hf-dynspec
-```
+Install `hf_dynspec` by `pip install git+<its repository>`.
 
 ```python
 {usage}
@@ -53,7 +51,7 @@ one included. That holds for texts like the ones that it was trained on; `hf-dyn
 """
 _LOADING = {
     "eagle": 'drafter = EagleDrafter.from_pretrained("path/to/this/folder", target=target)',
-    "drafter": 'drafter = AutoModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")',
+    "drafter": 'drafter = AutoModelForCausalLM.from_pretrained("path/to/this/folder", dtype=target.dtype)',
 }
 
 
@@ -89,12 +87,14 @@ def _card(trained: TrainedDrafter, target: ModelReference, command: str, provena
     figures, state = trained.figures, trained.state
     kind = "eagle" if isinstance(trained.drafter, EagleDrafter) else "drafter"
     name = target.hub_id or "path/to/target"
-    imports = "DynSpecAssistant, EagleDrafter" if kind == "eagle" else "DynSpecAssistant"
+    imports = "DynSpecAssistant, EagleDrafter, fast_dtype" if kind == "eagle" else "DynSpecAssistant, fast_dtype"
     usage = [
         f"from hf_dynspec import {imports}",
-        "from transformers import AutoModelForCausalLM",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'target = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto", device_map="auto")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        f'target = AutoModelForCausalLM.from_pretrained("{name}", dtype=fast_dtype(), device_map="auto")',
+        'inputs = tokenizer("Speculative decoding is", return_tensors="pt").to(target.device)',
         _LOADING[kind],
         "assistant = DynSpecAssistant(drafter, target=target)",
         "output = target.generate(**inputs, assistant_model=assistant, max_new_tokens=128)",

@@ -95,20 +95,25 @@ def evaluate(
     same whatever their number. `hf-dynspec plot FOLDER` makes the tables and figures anew and runs nothing.
     """
     from ..evaluation.plots import require_plot_file
+    from ..evaluation.suites.runs import RUNS, SETTINGS, RunFolder
+
+    folders = {"ranking": ranking, "vocabtrim": vocabtrim, "router": router, "coral": coral, "graph": graph}
+    given = {name: folder for name, folder in folders.items() if folder}
+    if table is None and given:
+        raise ConfigurationError(f"--{next(iter(given))} is for --table; name it in a --policy")
+    if table is not None and (policy or align):
+        raise ConfigurationError(f"the table says what is run; leave {'--policy' if policy else '--align'} out")
+    if table is None and expected_prompts is not None:
+        raise ConfigurationError("--expected-prompts is for --table; coverage measures policies along texts")
+    if figures:
+        require_plot_file(out / "figure.png", "give --no-figures")
     from ..evaluation.policy_text import DEFAULT_POLICIES
     from ..evaluation.suites.methods import make_methods
-    from ..evaluation.suites.paper_tables import GIVEN, paper_table, table_methods
+    from ..evaluation.suites.paper_tables import paper_table, table_methods
     from ..evaluation.suites.runner import Share, run_suite
-    from ..evaluation.suites.runs import RUNS, SETTINGS, RunFolder
     from ..evaluation.suites.settings import SuiteSettings
 
-    folders = zip(GIVEN, (ranking, vocabtrim, router, coral, graph), strict=True)
-    given = {name: folder for name, folder in folders if folder}
     spec = None if table is None else paper_table(table)
-    if spec is None and given:
-        raise ConfigurationError(f"--{next(iter(given))} is for --table; name it in a --policy")
-    if spec is not None and (policy or align):
-        raise ConfigurationError(f"the table says what is run; leave {'--policy' if policy else '--align'} out")
     launched = Launched()
     settings = options.settings_of(
         context,
@@ -127,10 +132,6 @@ def evaluate(
         rivals=rivals and spec is None,
         device=launched.own_device(device),
     )
-    if spec is None and expected_prompts is not None:
-        raise ConfigurationError("--expected-prompts is for --table; coverage measures policies along texts")
-    if figures:
-        require_plot_file(out / "figure.png", "give --no-figures")
     if launched.is_main:
         claim_folder(context, out, own=(SETTINGS, RUNS))
         keeps(context, f"what was measured until then is in {out}; the same command goes on")

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..build.exports import FILES
 from ..errors import ConfigurationError, counted
 from . import options
-from .running import CommandApp, claim_file, claim_folder
+from .running import MODEL_FILES, CommandApp, claim_file, claim_folder
 
 if TYPE_CHECKING:
     from ..build.exports.static import StaticShortlist
@@ -17,8 +18,6 @@ export_app = CommandApp(
     help="Write a static shortlist as other engines read it. What they cannot express is refused.",
     short_help="Write a static shortlist as other engines read it.",
 )
-
-_HEAD_FILES = ("config.json", "model.safetensors")
 
 Artifact = Annotated[
     str, typer.Argument(metavar="ARTIFACT", help="Folder or Hub id of a frequency artifact, or of another policy.")
@@ -49,10 +48,10 @@ def sglang(
 
     The file is read back as SGLang reads it before it takes its place.
     """
-    from ..build.exports.sglang import write_token_map
-
     _require_free([out], overwrite)
     claim_file(context, out, "--out", make_folder=True)
+    from ..build.exports.sglang import write_token_map
+
     shortlist = _read(artifact, "SGLang", size, static, target)
     count = write_token_map(out, shortlist)
     typer.echo(f"{out}: {counted(count, 'token id')}, most frequent first, read back as SGLang does")
@@ -87,14 +86,14 @@ def vllm(
     The head is read back, bit for bit. --check loads the target in float32 and compares what the head drafts, from
     its own rows alone, with what the whole head drafts here from that shortlist.
     """
+    _require_free([out / name for name in MODEL_FILES], overwrite)
+    claim_folder(context, out, own=MODEL_FILES)
     import torch
 
     from ..build.exports.vllm import read_head, require_equal_drafts, trimmed_for_vllm, write_head
     from ..drafters.eagle.checkpoint import read_checkpoint
     from ..loading import load_model
 
-    _require_free([out / name for name in _HEAD_FILES], overwrite)
-    claim_folder(context, out, own=_HEAD_FILES)
     texts = None if check is None else _read_texts(check, target)
     checkpoint = read_head(head, allow_pickle=allow_pickle)
     shortlist = _read(ranking, "vLLM", size, static, target)
@@ -127,13 +126,10 @@ def custom_generate(
     overwrite: Overwrite = False,
 ) -> None:
     """Write a folder with which transformers alone drafts from a shortlist, by generate(custom_generate=DIR)."""
-    from ..artifacts.hub import require_repository_name
-    from ..build.exports.custom_generate import FILES, write_custom_generate
-
-    if repo_id is not None:
-        require_repository_name(repo_id, "--repo-id")
     _require_free([out / name for name in FILES], overwrite)
     claim_folder(context, out, own=[Path(name).parts[0] for name in FILES])
+    from ..build.exports.custom_generate import write_custom_generate
+
     shortlist = _read(artifact, "transformers", size, static, target)
     count = write_custom_generate(out, shortlist, repo_id)
     typer.echo(f"{out}: draft from {counted(count, 'token')} by generate(custom_generate={str(repo_id or out)!r}, …)")

@@ -14,6 +14,7 @@ from .building import (
     command_text,
     counting_bar,
     describe_inputs,
+    describe_text,
     find_text,
     going_on,
     require_free_folder,
@@ -54,8 +55,8 @@ def frequency(
     chat_template: Annotated[
         bool, typer.Option(help="Apply the tokenizer's chat template to prompts, if it has one.")
     ] = True,
-    device: Annotated[str, typer.Option(help="Where the target runs, such as cpu or cuda:0.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="The target's dtype, such as float32 or bfloat16.")] = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = None,
     overwrite: options.OverwriteCounts = False,
 ) -> None:
     """Rank the whole vocabulary by how often its tokens occur in text, or in what a target generates.
@@ -63,14 +64,10 @@ def frequency(
     The end-of-sequence token, other special tokens and single bytes come first, so that every shortlist has them. A
     run that was stopped continues where it was when the same command is run again.
     """
-    from ..assistant.models import model_reference
     from ..build.corpus import CorpusError
     from ..build.frequency import Tally, count_generated, count_tokens
     from ..build.jobs import begin_job, describe_model
     from ..build.prompts import read_prompts
-    from ..build.ranking import rank, vocabulary_size
-    from ..loading import find_eos_token_ids, load_model, load_tokenizer
-    from ..vocabulary import fingerprint_tokenizer
 
     if (from_target is None) == (not text):
         raise typer.BadParameter("give either --text or --from-target with --prompts")
@@ -82,7 +79,6 @@ def frequency(
     WholeNumber(0, LARGEST_SEED).require("seed", seed)
     require_free_folder(context, out, overwrite)
     name = tokenizer or str(from_target)
-    loaded = load_tokenizer(name)
     paths, folder = [*(text or prompts or []), *(more or [])], out / UNFINISHED
     generation = {name: context.params[name] for name in ("max_new_tokens", "temperature", "seed")}
     generation["use_chat_template"] = chat_template
@@ -90,10 +86,18 @@ def frequency(
     prompt_count = sum(1 for _ in read_prompts(paths, text_field)) if from_target else 0
     if from_target and not prompt_count:
         raise CorpusError(f"there are no prompts in {', '.join(map(str, paths))}")
-    corpus, job = find_text(paths, text_field, loaded)
+    corpus = find_text(paths, text_field)
+    from ..assistant.models import model_reference
+    from ..build.ranking import rank, vocabulary_size
+    from ..devices import fast_dtype
+    from ..loading import find_eos_token_ids, load_model, load_tokenizer
+    from ..vocabulary import fingerprint_tokenizer
+
+    loaded = load_tokenizer(name)
+    job = describe_text(corpus, loaded)
     inputs, models = describe_inputs(corpus.files), {}
     if from_target:
-        model = load_model(from_target, device=device, dtype=dtype, role="target")
+        model = load_model(from_target, device=device, dtype=dtype or fast_dtype(device), role="target")
         job |= {"target": describe_model(model), "generation": {**generation, "dtype": str(model.dtype)}}
         inputs["prompts"], models["target"] = prompt_count, model_reference(model)
         if models["target"].local:
@@ -139,13 +143,13 @@ def frequency_import(
     overwrite: options.Overwrite = False,
 ) -> None:
     """Make an artifact of a `.pt` frequency list. Tokens that the list lacks follow in the tokenizer's order."""
+    WholeNumber(1, LARGEST_COUNT, optional=True).require("size", size)
+    require_free_folder(context, out, overwrite)
     from ..build.frequency_list import import_frequency_list
     from ..build.ranking import complete_ranking, vocabulary_size
     from ..loading import find_eos_token_ids, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
-    WholeNumber(1, LARGEST_COUNT, optional=True).require("size", size)
-    require_free_folder(context, out, overwrite)
     loaded = load_tokenizer(tokenizer)
     eos_token_ids = find_eos_token_ids(tokenizer, loaded)
     leading = import_frequency_list(file, vocabulary_size(loaded), eos_token_ids)

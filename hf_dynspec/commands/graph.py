@@ -14,6 +14,7 @@ from .building import (
     command_text,
     counting_bar,
     describe_inputs,
+    describe_text,
     find_text,
     going_on,
     require_free_folder,
@@ -64,9 +65,6 @@ def graph(
     from ..build.corpus import CorpusError
     from ..build.graph import DISK_BYTES_PER_TEXT_BYTE, BigramCounts, Pruning, build_graph
     from ..build.jobs import begin_job
-    from ..build.ranking import vocabulary_size
-    from ..loading import find_eos_token_ids, load_tokenizer
-    from ..vocabulary import fingerprint_tokenizer
 
     paths = [*(text or []), *(more or [])]
     if not paths:
@@ -75,13 +73,17 @@ def graph(
     launched = Launched()
     if launched.is_main:
         require_free_folder(context, out, overwrite)
-    loaded = load_tokenizer(tokenizer)
-    size, folder = vocabulary_size(loaded), out / UNFINISHED
-    corpus, job = find_text(paths, text_field, loaded)
-    judged_by = find_text(held_out, text_field, loaded)[0] if held_out else None
+    corpus = find_text(paths, text_field)
+    judged_by = find_text(held_out, text_field) if held_out else None
     both = {file.path for file in corpus.files} & {file.path for file in (judged_by.files if judged_by else ())}
     if both:
         raise ConfigurationError(f"{min(both)} is in --text and in --held-out; give it to one of them")
+    from ..build.ranking import vocabulary_size
+    from ..loading import find_eos_token_ids, load_tokenizer
+    from ..vocabulary import fingerprint_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    size, folder, job = vocabulary_size(loaded), out / UNFINISHED, describe_text(corpus, loaded)
     launched.main_first(lambda: begin_job(folder, job, fresh=overwrite, is_main=launched.is_main))
     memory = (memory << 20) // launched.local_count
     counts = BigramCounts(folder, size, memory)

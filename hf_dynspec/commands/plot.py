@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import ConfigurationError
 from .evaluate import write_results
 from .running import claim_file, claim_folder
 
@@ -20,18 +21,15 @@ def plot(
 ) -> None:
     """Draw the tokens per second of a benchmark as bars, as bench --plot does; or make the tables and figures of an
     evaluation anew, in its folder. Nothing is run."""
-    from ..errors import ConfigurationError
-    from ..evaluation.bench.chart import read_benchmark, write_speed_chart
-
     if results.is_dir():
         if image is not None:
             raise ConfigurationError(f"{results} is a folder, whose figures are drawn in it; leave {image} out")
         claim_folder(context, results, "FOLDER")
         write_results(results)
         return
-    if not results.exists():
-        raise ConfigurationError(f"there is no file or folder {results}")
     if image is None:
         raise ConfigurationError(f"name the image to draw {results} into, such as speed.svg")
     claim_file(context, image, "FILE")
+    from ..evaluation.bench.chart import read_benchmark, write_speed_chart
+
     write_speed_chart(image, read_benchmark(results))

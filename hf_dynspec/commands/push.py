@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..build.exports import FILES
 from ..errors import ConfigurationError, counted
 from .running import keeps
 
@@ -42,19 +43,15 @@ def push(
     The artifact is checked as on loading. --results, --dataset and --license are noted in its folder first. A model
     card that somebody edited is kept.
     """
+    _require_artifact(directory, repo_id)
     from huggingface_hub.errors import HfHubHTTPError
 
     from ..artifacts import annotate_artifact, push_artifact, read_artifact, rebuild
     from ..artifacts.card import card_to_publish
-    from ..artifacts.hub import require_repository_name
     from ..artifacts.publishing import published_sizes
     from ..artifacts.writing import with_annotations
     from ..evaluation.bench.published_rows import read_published_rows
 
-    require_repository_name(repo_id)
-    for name in dataset or ():
-        require_repository_name(name, "--dataset")
-    _require_artifact(directory, repo_id)
     config, tensors = read_artifact(directory)
     policy = rebuild(config, tensors)
     rows = [row for path in results or () for row in read_published_rows(path, policy)]
@@ -85,10 +82,6 @@ def push(
 
 
 def _require_artifact(directory: Path, repo_id: str) -> None:
-    from ..build.exports.custom_generate import FILES
-
-    if not directory.is_dir():
-        raise ConfigurationError(f"there is no folder {directory}; give one that holds an artifact")
     if all((directory / name).is_file() for name in FILES):
         raise ConfigurationError(
             f"{directory} is no artifact, but what export custom-generate wrote, which goes to the Hub as it is: "

@@ -19,6 +19,20 @@ from typer.core import TyperCommand, TyperGroup
 from ..errors import ConfigurationError, DynSpecError
 
 INTERRUPTED = 130
+# Files by which a folder is known to hold an artifact or a model.
+MODEL_FILES = ("config.json", "model.safetensors")
+# Parameters that name what is read.
+_READ = {"prompts", "data", "more", "text", "held_out", "file", "check", "results", "directory"}
+# Those that name a model or an artifact: a folder, or what may be a repository's name.
+_FOLDERS_OR_HUB_IDS = set("target drafter eagle tokenizer from_target artifact head source config clusters".split())
+_FOLDERS_OR_HUB_IDS |= set("compare ranking vocabtrim router coral graph".split())
+# Those that take one of a few names; of several commands, all of them.
+_NAMES = {"method": ("dynaspec", "coral"), "layout": ("eagle3", "eagle2")}
+_NAMES["schedule"] = ("fitted", "dynaspec", "fixed", "cosine", "constant")
+_HUB_IDS = {"repo_id", "dataset"}
+# Whole numbers are 1 at least, but for these; other numbers 0, and these above it.
+_FROM_0 = {"seed", "top_k", "profile_prompts", "expected_prompts", "cached_tokens"}
+_ABOVE_0 = {"seconds", "minutes", "decay", "learning_rate", "share", "mass", "device_memory_bandwidth", "device_flops"}
 # Keys of a context: what an interrupt leaves, or a function that says it; and the folder that a command writes to.
 _KEPT, _PLACE = "hf_dynspec.kept", "hf_dynspec.place"
 _NOTHING_KEPT = "nothing is left half-written, and nothing is kept; run the same command to begin anew"
@@ -68,10 +82,18 @@ class CommandApp(typer.Typer):
 
 
 class OptionNamingCommand(TyperCommand):
-    """A command whose errors about settings name the options that gave them."""
+    """A command whose errors about settings name the options that gave them. What can be refused by itself is refused
+    before the command imports torch, which takes seconds."""
 
     def invoke(self, context: Any) -> Any:
-        """See `click.Command.invoke`."""
+        """See `click.Command.invoke`. Raises `ConfigurationError` for a value that is of no use anywhere."""
+        for parameter in sorted(self.params, key=lambda one: one.param_type_name == "argument"):
+            value = context.params.get(parameter.name)
+            for one in value if isinstance(value, list | tuple) else [value]:
+                problem = None if one is None or isinstance(one, bool) else _problem(parameter.name, one)
+                if problem is not None:
+                    option = f"{parameter.opts[0]} " if parameter.param_type_name == "option" else ""
+                    raise ConfigurationError(f"{option}{problem}")
         from ..fields import ChangedSettings, SettingError
 
         options = {one.name: one.opts[0] for one in self.params if one.param_type_name == "option"}
@@ -84,6 +106,37 @@ class OptionNamingCommand(TyperCommand):
             raise ConfigurationError(f"{options[error.field]} {error.problem}") from error
         except ChangedSettings as error:
             raise error.renamed(options) from error
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """What is wrong with a value of a parameter, as far as can be told without torch; None if nothing is."""
+    if isinstance(value, int | float):
+        kind, least = ("whole number", int(name not in _FROM_0)) if isinstance(value, int) else ("number", 0)
+        if value < least or (name in _ABOVE_0 and value == 0):
+            return f"must be a {kind} {'above' if name in _ABOVE_0 else 'of at least'} {least}, got {value!r}"
+        return None
+    if name in _READ:
+        return None if os.path.exists(value) else f"{value}: no such file or directory"
+    if name == "dtype" and not value.startswith(("auto", "float", "bfloat")):
+        return f"must be auto or a torch dtype such as float32, got {value!r}"
+    if name in _NAMES and value not in _NAMES[name]:
+        return f"must be one of {', '.join(_NAMES[name])}, got {value!r}"
+    if name == "tree" and value != "none":
+        from ..evaluation.tree_text import parse_tree
+
+        parse_tree(value)
+    if name == "config" and value.startswith("--"):
+        return f"takes two configurations, the target's and the drafter's, got {value}"
+    # The domain of each prompt takes the place of {domain}.
+    is_folder = name in _FOLDERS_OR_HUB_IDS and "{" not in str(value)
+    if name in _HUB_IDS or (is_folder and not os.path.exists(value)):
+        from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+        try:
+            validate_repo_id(str(value))
+        except HFValidationError:
+            return f"{value}: there is no such folder" if is_folder else f"{value!r} cannot be a name on the Hub"
+    return None
 
 
 class Commands(TyperGroup):

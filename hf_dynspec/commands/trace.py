@@ -46,25 +46,25 @@ def trace(
     """Generate once and show what the policy did: which tokens were out of vocabulary, what was retrieved there and
     how, and which of these tokens were drafted and accepted later. The tokens are those of a call without a trace.
     """
-    from rich.console import Console
-
     from ..errors import ConfigurationError
     from ..evaluation.prompts import WorkloadPrompt, read_workload
-    from ..evaluation.trace.measure import trace_prompt
-    from ..evaluation.trace.report import text_report, to_dict, write_page
-    from ..evaluation.trace.settings import TraceSettings
 
     if (prompts is None) == (prompt is None):
         raise ConfigurationError("name one prompt: a file with --prompts, or a text with --prompt")
     if prompt == "":
         raise ConfigurationError("--prompt is empty: give it the text that is to go on")
-    files = [] if prompts is None else [prompts]
-    settings = options.settings_of(context, TraceSettings, prompts=files, policies=(policy,))
     for path, option in ((html, "--html"), (json_file, "--json"), (timeline, "--timeline")):
         claim_file(context, path, option)
     if timeline is not None and timeline.suffix != ".json":
         raise ConfigurationError(f"--timeline writes the JSON of a profile: name a .json file, not {timeline}")
     given = read_workload([prompts]) if prompt is None else [WorkloadPrompt("prompt/1", "prompt", prompt)]
+    from rich.console import Console
+
+    from ..evaluation.trace.measure import trace_prompt
+    from ..evaluation.trace.report import text_report, to_dict, write_page
+    from ..evaluation.trace.settings import TraceSettings
+
+    settings = options.settings_of(context, TraceSettings, prompts=[prompts] if prompts else [], policies=(policy,))
     with progress_bar() as report:
         result = trace_prompt(settings, prompts=given, timeline=timeline, report=report)
     console, chain_length = Console(), None if tree is not None else num_assistant_tokens

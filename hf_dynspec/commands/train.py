@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigurationError
+from ..fields import OneOf, Share
 from . import options
-from .building import UNFINISHED, command_text, describe_inputs, require_free_folder, shorten_name
+from .building import UNFINISHED, command_text, describe_inputs, find_text, require_free_folder, shorten_name
 from .common import wide_console
 from .launched import before_connecting
 from .running import CommandApp, keeps
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 train_app = CommandApp(help="Train drafters, and what policies need.")
 
-_METHODS = ("dynaspec", "coral")
+_SCHEDULES = ("fitted", "dynaspec", "fixed")
 # Groups are whole, so that few of them may hold much less than was asked for.
 _MUCH_LESS = 0.8
 # Options that CORAL's router lacks.
@@ -78,7 +79,9 @@ def router(
     held_out: Annotated[int, typer.Option(help="Draft steps to judge by, from other texts.")] = 16_384,
     window: Annotated[int, typer.Option(help="Tokens of text that are read at a time.")] = 384,
     depth: Annotated[int, typer.Option(help="Draft steps of a round.")] = 5,
-    top_k: Annotated[int, typer.Option(help="The drafter's so many most probable tokens are to be covered.")] = 10,
+    top_k: Annotated[
+        int, typer.Option("--likeliest", "--top-k", help="The drafter's so many likeliest tokens are to be covered.")
+    ] = 10,
     rounds: Annotated[
         bool,
         typer.Option("--rounds", help="Record rounds in which the target continues the data, not the data itself."),
@@ -115,11 +118,12 @@ def router(
     continues what was stopped. `accelerate launch` (on CPUs with its --multi_gpu) runs it on several processes,
     with the same result.
     """
+    _require_options(context, method, schedule, share, mass)
+    corpus = find_text([*data, *(more or [])], text_field)
     import torch
     from accelerate import Accelerator
 
     from ..build.clusters import require_balanced, require_cluster_settings, require_faiss
-    from ..build.corpus import find_corpus
     from ..build.recording import RecordingSettings
     from ..build.router_judging import HeldOutSteps
     from ..build.router_training import TrainingSettings
@@ -128,12 +132,10 @@ def router(
     from ..shortlists.router.policy import RouterShortlist
     from .training_job import TrainingJob, describe_kept
 
-    _require_options(context, method, schedule, share, mass)
     is_coral = method == "coral"
     recording_settings = options.settings_of(context, RecordingSettings, of_hidden=is_coral)
     hidden = None if is_coral else hidden
     training_settings = options.settings_of(context, TrainingSettings, hidden=hidden, max_steps=max_batches)
-    corpus = find_corpus([*data, *(more or [])], text_field)
     stored = None if clusters is None else RouterShortlist(clusters).router.clusters
     if stored is not None and is_coral:
         require_balanced(stored)
@@ -202,17 +204,13 @@ def router(
 
 def _require_options(context: typer.Context, method: str, schedule: str, share: float, mass: float) -> None:
     """Raise a `ConfigurationError` if options are out of range, or not for the method."""
-    from ..fields import OneOf, Share
-    from ..shortlists.router.policy import SCHEDULES
-
-    OneOf(_METHODS).require("method", method)
+    OneOf(_SCHEDULES).require("schedule", schedule)
     given = [name for name in _NOT_CORAL if context.get_parameter_source(name).name != "DEFAULT"]
     if method == "coral" and given:
         raise ConfigurationError(
             f"--{given[0]} is not for --method coral: its router is one layer, which chooses as many groups at every "
             "draft step, and pins no token. Leave it out"
         )
-    OneOf(SCHEDULES).require("schedule", schedule)
     Share().require("share", share)
     Share().require("mass", mass)
 
@@ -250,7 +248,8 @@ def _print_figures(name: str, metrics: dict[str, Any], vocabulary_size: int) -> 
         "relative_acceptance_length": "acceptance length,\nof full",
     }
     title = f"At {metrics['held_out_steps']:,} held-out draft steps"
-    table = FittedTable(title, ["router", "mean shortlist", *shares.values()])
+    caption = "with the budgets that were fitted when training was over; while it went on, all steps had one"
+    table = FittedTable(title, ["router", "mean shortlist", *shares.values()], caption=caption)
     for figures in ({"router": name, **metrics}, *metrics["compared"]):
         size = f"{figures['size']:,.0f} ({figures['size'] / vocabulary_size:.1%})"
         table.add_row(figures["router"], size, *(f"{figures[share]:.2%}" for share in shares))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options
-from .building import UNFINISHED, command_text, describe_inputs, going_on, require_free_folder
+from .building import UNFINISHED, command_text, describe_inputs, find_text, going_on, require_free_folder
 from .common import progress_bar
 from .launched import before_connecting
 from .running import keeps
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..build.drafter_training import DrafterTrainingState
 
 _MINUTES = 30.0
+_WORTH_IT = 1.5  # the expected acceptance length from which a drafter is worth trying
 # Defaults on CPUs, where more batches are worth more than larger ones, and on GPUs.
 _SIZES = {"window": (256, 512), "batch_tokens": (512, 4096), "scored_tokens": (4096, 24_576)}
 
@@ -169,10 +170,12 @@ def _require_target(name: str) -> Any:
 
 def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], MakeDrafter]") -> None:
     """Both commands; `job` describes the drafter, and `maker` gives what makes it for a target."""
+    given = context.params
+    out, overwrite = Path(given["out"]), given["overwrite"]
+    corpus = find_text([Path(path) for path in (*given["data"], *(given["more"] or ()))], given["text_field"])
     import torch
     from accelerate import Accelerator
 
-    from ..build.corpus import find_corpus
     from ..build.drafter_job import train_drafter
     from ..build.drafter_training import DrafterTrainingSettings
     from ..build.recording import RecordingSettings
@@ -180,8 +183,6 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
     from ..loading import load_model, load_tokenizer
     from .drafter_card import digest_of, write_drafter
 
-    given = context.params
-    out, overwrite = Path(given["out"]), given["overwrite"]
     where = PairSettings(given["target"], **{name: given[name] for name in ("device", "dtype", "threads")})
     kind = where.resolved_device().type
     sizes = {name: both[kind != "cpu"] if given[name] is None else given[name] for name, both in _SIZES.items()}
@@ -189,8 +190,6 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
     minutes = _MINUTES if given["minutes"] is None and given["steps"] is None else given["minutes"]
     settings = options.settings_of(context, DrafterTrainingSettings, minutes=minutes, **sizes)
     RecordingSettings(window=window)
-    paths = [Path(path) for path in (*given["data"], *(given["more"] or ()))]
-    corpus = find_corpus(paths, given["text_field"])
     before_connecting()
     accelerator = Accelerator(cpu=kind == "cpu")
     work, is_main = out / UNFINISHED, accelerator.is_main_process
@@ -201,9 +200,7 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
         keeps(context, lambda: f"what was finished is kept in {work}; {going_on(out, overwrite)}")
     if where.threads is not None:
         torch.set_num_threads(where.threads)
-    device = accelerator.device
-    dtype = where.dtype or ("float32" if kind == "cpu" else "auto")
-    target = load_model(given["target"], device=device, dtype=dtype, role="target")
+    target = load_model(given["target"], device=accelerator.device, dtype=where.resolved_dtype(), role="target")
     tokenizer = load_tokenizer(given["target"])
 
     def look(state: "DrafterTrainingState", figures: "HeldOutFigures") -> None:
@@ -219,6 +216,7 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
 
     with progress_bar(is_main) as report:
         arguments = {"window": window, "accelerator": accelerator, "job": job, "report": report, "look": look}
+        arguments["say"] = partial(print, file=sys.stderr) if is_main else lambda text: None
         trained = train_drafter(target, tokenizer, corpus, maker(target), settings, work, **arguments)
     if not is_main:
         return
@@ -229,4 +227,8 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
     shutil.rmtree(work)
     figures = trained.figures
     typer.echo(f"{out}: expected acceptance length {figures.acceptance_length:.2f} in chains of {settings.depth}")
-    typer.echo(f"use it by --{'eagle' if job['kind'] == 'eagle' else 'drafter'} {out}")
+    option = f"--{'eagle' if job['kind'] == 'eagle' else 'drafter'} {out}"
+    if figures.acceptance_length < _WORTH_IT:
+        typer.echo(f"hardly worth it: below {_WORTH_IT:g}, drafting rarely pays. Train for longer, or on more texts")
+    use = f"use it by {option}" if figures.acceptance_length >= _WORTH_IT else f"to measure it: doctor {option}"
+    typer.echo(use)

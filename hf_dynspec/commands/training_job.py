@@ -156,7 +156,10 @@ class TrainingJob:
                 return
             _, loss, held_out_loss = state.history[-1]
             figures = judge(training.best)
-            says = f"cluster recall {figures.cluster_recall:.1%}, target's mass {figures.target_mass:.1%}"
+            # The table at the end has other recalls: of the budgets that are fitted when training is over.
+            says = (
+                f"by one budget, cluster recall {figures.cluster_recall:.1%}, target's mass {figures.target_mass:.1%}"
+            )
             losses = f"loss {loss:.3f}, held out {held_out_loss:.3f}"
             best = f"the best so far, of batch {state.best_step:,}: {says} on {figures.size:,.0f} tokens"
             self._say(f"batch {state.step:,} of at most {settings.max_steps:,}: {losses}; {best}")

@@ -1,29 +1,21 @@
-"""What tells whether drafting with a shortlist pays, and why: prompts, what runs them, and its reports."""
+"""What tells whether drafting with a shortlist pays, and why: prompts, what runs them, and its reports.
 
-from .bench.benchmark import BenchmarkResult, BenchmarkSettings, run_benchmark
-from .coverage.measure import measure_coverage
-from .coverage.result import CoverageResult
-from .coverage.settings import CoverageSettings
-from .policy_text import parse_policy
-from .prompts import WorkloadError, WorkloadPrompt, read_workload
-from .trace.measure import trace_prompt
-from .trace.result import Trace
-from .trace.settings import TraceSettings
-from .tree_text import parse_tree
+Names are loaded when they are first used: a command refuses a wrong argument before torch is imported.
+"""
 
-__all__ = [
-    "BenchmarkResult",
-    "BenchmarkSettings",
-    "CoverageResult",
-    "CoverageSettings",
-    "Trace",
-    "TraceSettings",
-    "WorkloadError",
-    "WorkloadPrompt",
-    "measure_coverage",
-    "parse_policy",
-    "parse_tree",
-    "read_workload",
-    "run_benchmark",
-    "trace_prompt",
-]
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "BenchmarkSettings": ".bench.benchmark",
+    "parse_policy": ".policy_text",
+    "read_workload": ".prompts",
+    "run_benchmark": ".bench.benchmark",
+}
+__all__ = [*_HOMES]  # noqa: PLE0604 (ruff does not see that the keys are strings)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -217,8 +217,7 @@ def _naming_head(label: str) -> Iterator[None]:
 
 def load_part(settings: PairSettings, role: str) -> PreTrainedModel:
     """Load the target, or a small model that drafts. Raises `ConfigurationError` if it cannot be loaded."""
-    device = settings.resolved_device()
-    dtype = settings.dtype or ("float32" if device.type == "cpu" else "auto")
+    device, dtype = settings.resolved_device(), settings.resolved_dtype()
     return load_model(getattr(settings, role), device=device, dtype=dtype, role=role)
 
 

@@ -5,6 +5,7 @@ from aligned import QUICK, generated, recorded, stream
 
 from hf_dynspec import DynSpecAssistant, OnlineAlignment
 from hf_dynspec.alignment.adapter import HOPELESS, WORTHWHILE, Gate
+from hf_dynspec.alignment.statistics import AlignmentStatistics
 
 
 def after(*scores: tuple[float, float], window: int = 8, least: int = 4) -> Gate:
@@ -54,3 +55,13 @@ def test_a_request_for_which_nothing_was_drafted_is_learnt_from_and_not_scored(t
     assert after.updates == before.updates + 1
     assert (after.acceptance_before, after.acceptance_after) == (before.acceptance_before, before.acceptance_after)
     assert 0 < after.acceptance_before < 1
+
+
+def test_a_closed_gate_says_why():
+    """Learned weights that are better, but by less than is worthwhile, are not served either."""
+    assert after(*[(0.5, 0.9)] * 3).why_closed == "3 of gate_least=4 requests are scored"
+    few = after(*[(0.5, 0.501)] * 8)
+    assert not few.is_open and "times the acceptance" in few.why_closed
+    assert after(*[(0.5, 0.9)] * 8).why_closed is None
+    said = str(AlignmentStatistics(why_not_served=few.why_closed))
+    assert few.why_closed in said and max(map(len, said.splitlines())) < 80

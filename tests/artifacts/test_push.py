@@ -156,11 +156,11 @@ def test_what_the_hub_refuses_is_said_in_one_line(hub, artifact):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["{root}/missing", REPO], "there is no folder"),
+        (["{root}/missing", REPO], "missing: no such file or directory"),
         (["{root}/target", REPO], "library_name"),
         (["{artifact}", "a/b/c"], "cannot be a name on the Hub"),
         (["{artifact}", REPO, "--dataset", "white space"], "--dataset"),
-        (["{artifact}", REPO, "--results", "{root}/missing.json"], "cannot be read"),
+        (["{artifact}", REPO, "--results", "{root}/missing.json"], "missing.json: no such file or directory"),
         (["{artifact}", REPO, "--results", "{root}"], "cannot be read"),
         (["{artifact}", REPO, "--results", "{root}/words.jsonl"], "is not what --json"),
         (["{artifact}", REPO, "--results", "{artifact}/config.json"], "is not what --json"),

@@ -436,7 +436,7 @@ def test_bad_input_is_told_before_any_work(tokenizer_folder, tmp_path):
         (tmp_path / "a.txt", ["--threshold", 1.0], "threshold must be"),
         (tmp_path / "a.txt", ["--threshold", -0.1], "threshold must be"),
         (tmp_path / "a.txt", ["--threshold", "nan"], "threshold must be"),
-        (tmp_path / "a.txt", ["--tokenizer", tmp_path / "nothing"], "no tokenizer can be loaded"),
+        (tmp_path / "a.txt", ["--tokenizer", tmp_path / "nothing"], "nothing: there is no such folder"),
     ):
         result = invoke(*command(tokenizer_folder, text, out, *more))
         assert result.exit_code != 0 and says in str(result.exception), (says, result.output)

@@ -502,5 +502,5 @@ def test_the_folder_says_how_it_is_used_and_what_it_needs(tmp_path, artifact):
 
 
 def test_a_name_that_is_no_repositorys_is_refused(tmp_path, artifact):
-    with pytest.raises(ArtifactError, match="--repo-id"):
+    with pytest.raises(ConfigurationError, match="--repo-id"):
         export("custom-generate", artifact, "--out", tmp_path / "folder", "--repo-id", "not a name/of/one")

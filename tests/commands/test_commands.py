@@ -497,6 +497,7 @@ def test_folders_that_cannot_be_written_are_refused_before_work(folder, tmp_path
 def test_a_folder_with_other_files_is_refused_before_work(folder, tmp_path, monkeypatch, words):
     for name in ("target", "drafter", "prompts.jsonl", "texts.jsonl"):
         (tmp_path / name).symlink_to(folder / name)
+    (tmp_path / "list.pt").write_text("")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     monkeypatch.chdir(tmp_path)

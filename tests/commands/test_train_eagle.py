@@ -1,6 +1,7 @@
 """Drafters that are trained for a target which has none: EAGLE heads, small models, and the commands for both."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, EagleDrafter, UnsupportedError
-from hf_dynspec.build import drafter_training
+from hf_dynspec.build import drafter_job, drafter_training
 from hf_dynspec.build.corpus import find_corpus
 from hf_dynspec.build.drafter_job import train_drafter
 from hf_dynspec.build.drafter_losses import DraftLosses, ScoredTokens, target_states
@@ -25,6 +26,7 @@ from hf_dynspec.build.exports.vllm import read_head
 from hf_dynspec.build.new_drafters import hidden_states_read, new_eagle_head, new_small_drafter
 from hf_dynspec.build.self_written import SelfWriter
 from hf_dynspec.build.windows import Windows
+from hf_dynspec.commands import train_drafter as train_drafter_command
 
 TEXT = torch.arange(5, 25) * 13 % VOCABULARY
 # Small enough for seconds.
@@ -107,6 +109,14 @@ def test_a_head_is_trained_loads_again_and_drafts(layout, folder, target, tmp_pa
     assert head.head.token_ids is None
     card = (tmp_path / "head" / "README.md").read_text()
     assert "hf-dynspec train eagle --target target" in card and "| 5 | " in card and str(folder) not in card
+    # The card's code runs as it stands, with the user's folders.
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    places = {"path/to/this/folder": tmp_path / "head", "path/to/target": folder / "target"}
+    for place, path in places.items():
+        code = code.replace(place, str(path))
+    names: dict = {}
+    exec(code, names)
+    assert names["output"].shape[1] > names["inputs"].input_ids.shape[1]
     assistant = DynSpecAssistant(head, target=target)
     text = prompt(6)
     expected = target.generate(text, max_new_tokens=12, do_sample=False)
@@ -129,6 +139,18 @@ def test_a_target_of_two_layers_gets_a_head_that_reads_one_state_and_a_line_says
         "eagle", folder, tmp_path / "head", *shallow
     )
     assert EagleDrafter.from_pretrained(tmp_path / "head", target=target).settings.generation == 2
+
+
+def test_too_few_minutes_and_a_head_of_little_use_are_told(folder, tmp_path, monkeypatch):
+    said = train("eagle", folder, tmp_path / "head", "--minutes", 0.5)
+    assert "use it by --eagle" in said and f"work is kept in {tmp_path / 'head' / 'partial'}" in said
+    monkeypatch.setattr(train_drafter_command, "_WORTH_IT", 9.0)
+    monkeypatch.setattr(drafter_job, "_FEWEST_BATCHES", 10**6)
+    said = train("eagle", folder, tmp_path / "other", "--minutes", 0.5)
+    assert re.search(
+        r"a batch takes [\d.]+ s, so that 0\.5 minutes have about .* give this target about --minutes \d+", said
+    )
+    assert "hardly worth it: below 9" in said and "use it by" not in said
 
 
 def test_a_small_drafter_is_trained_loads_again_and_drafts(folder, target, tmp_path):

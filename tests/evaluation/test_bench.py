@@ -884,7 +884,7 @@ def test_long_prompts_are_refused_or_shortened(folder):
         (["--tree", "60x5"], "tree '60x5': write total_tokens/depth/top_k, such as 60/5/10, or default"),
         (["--tree", "60/5/10", "--tree", "default"], "the tree 60/5/10 is given twice"),
         (["--no-chain"], "nothing to draft"),
-        (["--eagle", "./no/such/head"], "the EAGLE head head: directory: there is no folder './no/such/head'"),
+        (["--eagle", "./no/such/head"], "--eagle ./no/such/head: there is no such folder"),
         (["--eagle", "empty"], "the EAGLE head empty: config.json: is not in empty"),
     ],
 )

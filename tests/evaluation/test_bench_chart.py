@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_dynspec.errors import ConfigurationError
 from hf_dynspec.evaluation.bench import chart
-from hf_dynspec.evaluation.bench.chart import write_speed_chart
+from hf_dynspec.evaluation.bench.chart import _without_paths, write_speed_chart
 from hf_dynspec.evaluation.bench.systems import HEAD_PRODUCT
 from hf_dynspec.evaluation.suites.runner import Run
 from hf_dynspec.evaluation.tables import shown_speed
@@ -154,10 +154,11 @@ def test_an_interrupted_run_draws_what_it_has(ran, tmp_path, monkeypatch, after,
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (None, "there is no file or folder "),
+        (None, "no such file or directory"),
         ("{", "is no JSON"),
         ("[]", "is not what --json of hf-dynspec bench writes"),
         ('{"results": [], "measured": []}', "coverage --plot"),
+        ('{"sentence": "", "measured": []}', "is of hf-dynspec doctor, which has no chart"),
         ('{"results": [{"domain": null}]}', "are not what --json of hf-dynspec bench writes"),
     ],
 )
@@ -182,3 +183,19 @@ def test_a_name_that_is_no_image_is_refused_before_models_are_loaded(tmp_path, m
     result = invoke(tmp_path, "--plot", tmp_path / "chart.txt")
     assert isinstance(result.exception, ConfigurationError)
     assert "chart.txt has no suffix of an image" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"),
+    [
+        ("retrieval:core=rank/without-none,graph=graph/without-none", "retrieval"),
+        (
+            "frequency:ranking=made/rank,size=1024+in_context:eviction=lru",
+            "frequency:size=1024+in_context:eviction=lru",
+        ),
+        ("frequency:size=1024,ranking=made/rank+in_context", "frequency:size=1024+in_context"),
+        ("hybrid, trees 60/5/10", "hybrid, trees 60/5/10"),
+    ],
+)
+def test_labels_name_no_folders(label, shown):
+    assert _without_paths(label) == shown

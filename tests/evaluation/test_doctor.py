@@ -192,7 +192,7 @@ def test_the_answer_is_a_sentence_and_a_line():
     assert measured.sentence.startswith(f"Use hybrid with chains of {best.steps}: {best.ratio:.2f} times (±")
     assert measured.sentence.endswith(f"measured on 3 prompts with {best.rounds} drafts.")
     expected = f'DynSpecAssistant(drafter, "hybrid", target=target, num_assistant_tokens={best.steps})'
-    assert measured.line == expected
+    assert measured.line.splitlines() == ["# loaded with dtype=torch.float32:", expected]
     text = str(measured)
     assert measured.sentence in " ".join(text.split()) and measured.line in text
     assert "drafter: drafter, 9.0M parameters, float32 on cpu" in " ".join(text.split())
@@ -209,12 +209,16 @@ def test_a_tie_goes_to_the_default(step, best):
 
 def test_findings_name_what_was_left_out():
     measured = diagnosed()
-    assert "were measured in" not in str(measured) and "whole vocabulary here" not in str(measured)
+    assert (
+        "Measured, of 3 prompts: " in str(measured)
+        and "--seconds takes more" not in str(measured)
+        and "whole vocabulary here" not in str(measured)
+    )
     measured.prompts.append(measured.prompts[-1])
     for way in measured.timed:
         way.stats._active_sum, way.stats._draft_steps = 3 * measured.vocabulary["tokens"], 3
     text = " ".join(str(measured).split())
-    assert f"3 of 4 prompts were measured in {measured.settings.seconds:g} s: --seconds takes more." in text
+    assert "Measured, of 4 prompts: " in text and "on 3 prompts: --seconds takes more." in text
     assert "The shortlist of hybrid is the whole vocabulary here" in text and "shortlist of full" not in text
 
 
@@ -318,8 +322,9 @@ def test_the_seconds_are_kept_however_slow_the_models_are(given, monkeypatch):
     diagnosis = diagnose_pair(
         DoctorSettings(seconds=3.0, max_new_tokens=128), DynSpecAssistant, fast_target_head=False, **given
     )
-    assert time.monotonic() - began < 3.0 + 5.0
-    assert "full" in diagnosis.policies and len(diagnosis.policies) >= 2
+    assert time.monotonic() - began < 3.0 + 9.0
+    # Every policy has a prompt, and none is left out.
+    assert {one.policy for one in diagnosis.speeds} == {"full", "hybrid", "frequency", "in_context", "screen"}
     assert diagnosis.speeds and diagnosis.sentence
     for note in diagnosis.notes:
         assert "--seconds has no time for it" in note or "something else" in note
@@ -434,7 +439,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, undisturbed):
     written = json.loads(file.read_text(encoding="utf-8"))
     # A console folds long lines between words.
     unfolded = " ".join(result.stdout.split())
-    assert written["line"] in unfolded and written["sentence"] in unfolded
+    assert " ".join(written["line"].split()) in unfolded and written["sentence"] in unfolded
     assert written["settings"]["temperature"] == 0.8 and written["settings"]["tree"] == "8/2/3"
     assert list(written["policies"]) == ["full", "hybrid"] == [one["policy"] for one in written["measured"][:2]]
     assert [(one["steps"], one["tree"] is None) for one in written["measured"]] == [

@@ -344,7 +344,7 @@ FOR_ESTIMATES = "is for estimates: name two configurations with --config"
         (["PAIR", *DEVICE, "--eagle", "head"], "--eagle"),
         (["PAIR", *DEVICE, "--seconds", "9"], "so leave --seconds out"),
         (["PAIR", *DEVICE, "--tree", "none"], "so leave --tree out"),
-        (["PAIR", *DEVICE, "a.jsonl"], "so leave --prompts out"),
+        (["PAIR", *DEVICE, "a.jsonl"], "a.jsonl: no such file or directory"),
         (["TARGET", *DEVICE], "--config takes two configurations, the target's and the drafter's, got --"),
         (["--device-memory-bandwidth", "1"], f"--device-memory-bandwidth {FOR_ESTIMATES}"),
         (["--acceptance", "1"], f"--acceptance {FOR_ESTIMATES}"),

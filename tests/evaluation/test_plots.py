@@ -64,7 +64,7 @@ def test_images_are_written_in_one_step_wherever_they_are():
 def test_results_that_are_not_there_are_told_to_be_missing():
     result = invoke("plot", "/no/results")
     assert isinstance(result.exception, ConfigurationError)
-    assert str(result.exception) == "there is no file or folder /no/results"
+    assert str(result.exception) == "/no/results: no such file or directory"
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,17 @@ def test_the_figures_of_no_call(drafter):
     assert stats.acceptance_length == stats.acceptance_rate == stats.oov_rate == stats.active_vocabulary == 0.0
     assert stats.acceptance_rate_by_position == stats.accepted_per_round == [] and stats.coverage is None
     assert "new tokens" in str(stats)
+    assert repr(stats) == "<DraftingStatistics: 0 tokens in 0 rounds, no round yet>"
+
+
+def test_an_assistant_and_its_statistics_say_what_they_are(target, drafter):
+    assistant = DynSpecAssistant(drafter, "full")
+    assert repr(assistant) == "<DynSpecAssistant: CausalLMDrafter with 'full' for no target yet>"
+    target.generate(prompt(), max_new_tokens=8, do_sample=False, assistant_model=assistant.bind(target))
+    assert repr(assistant).endswith(f"for a {type(target).__name__}>")
+    assert f"{assistant.stats.acceptance_length:.2f}>" in repr(assistant.stats) and "8 tokens in" in repr(
+        assistant.stats
+    )
 
 
 def test_figures_can_be_printed_and_stored(target, drafter):

@@ -16,12 +16,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ...errors import ArtifactError
 from ...files import replacing
+from . import CARD_FILE, CODE_FILE, REQUIREMENTS_FILE
 from .static import StaticShortlist
-
-CODE_FILE = "custom_generate/generate.py"
-REQUIREMENTS_FILE = "custom_generate/requirements.txt"
-CARD_FILE = "README.md"
-FILES = (CODE_FILE, REQUIREMENTS_FILE, CARD_FILE)
 
 _CODE = Path(__file__).with_name("shortlist_generate.py")
 _CARD = Path(__file__).with_name("custom_generate_card.md")

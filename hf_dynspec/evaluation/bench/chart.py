@@ -1,6 +1,7 @@
 """The bar chart of a benchmark, drawn from the JSON values that it writes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def read_benchmark(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is no JSON: {error!s:.100}") from error
     if isinstance(data, dict) and "measured" in data:
-        raise ConfigurationError(f"{path} is of hf-dynspec coverage, which draws its own plot: coverage --plot")
+        own = "doctor, which has no chart" if "sentence" in data else "coverage, which draws its own: coverage --plot"
+        raise ConfigurationError(f"{path} is of hf-dynspec {own}")
     if not isinstance(data, dict) or "results" not in data:
         raise ConfigurationError(f"{path} is not what --json of hf-dynspec bench writes")
     return data
@@ -67,11 +69,19 @@ def _panels(data: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
             continue
         speed, label = row["tokens_per_second"], row["system"]
         # The bars keep their width beside a policy with many settings.
-        bar = {"label": BASELINES.get(label, label).replace(",", ",\n"), "ours": label not in BASELINES}
+        bar = {
+            "label": _without_paths(BASELINES.get(label, label)).replace(",", ",\n"),
+            "ours": label not in BASELINES,
+        }
         bar |= {name: float(speed[name]) for name in ("median", "min", "max")}
         bar["ratio"] = 1.0 if label == PLAIN else float(row["ratios"][PLAIN]["median"])
         panels.setdefault(decoding(row["temperature"], data["settings"]["top_k"]), []).append(bar)
     return panels
+
+
+def _without_paths(label: str) -> str:
+    """The text of a policy without the settings that name folders, which mean nothing to a reader."""
+    return re.sub(r"[:,](?=\+|$)", "", re.sub(r"(?<=[:,])\w+=[^,+]*/[^,+]*,?", "", label))
 
 
 def _draw(path: Path, panels: dict[str, list[dict[str, Any]]], conditions: str) -> None:

@@ -117,6 +117,8 @@ class Diagnosis:
     started: str  # UTC time in ISO format
     finished: str | None = None  # UTC time
     notes: list[str] = field(default_factory=list)  # what was left out and why
+    # Tokens per second of plain generation and of the default policy, on one prompt, in each dtype that was tried.
+    dtypes: dict[str, list[float]] = field(default_factory=dict)
     # Calls of plain generation.
     plain: TimedSetting = field(default_factory=lambda: TimedSetting("plain generate", None))
     head_product: TimedSetting | None = None  # the same with the head product of verifications; None if there is none
@@ -242,14 +244,15 @@ class Diagnosis:
     def line(self) -> str:
         """What to do, in Python, with `target` and `drafter` loaded."""
         best = self.best
+        loaded = f"# loaded with dtype=torch.{self.models['target']['dtype']}:\n"
         if not self.pays:
-            return "target.generate(**inputs)  # without an assistant"
+            return f"{loaded}target.generate(**inputs)  # without an assistant"
         if best.tree is None:
             shape = f"num_assistant_tokens={best.steps}"
         else:
             shape = "tree=True" if best.tree == TreeConfig() else f"tree={best.tree!r}"
         before, policy = policy_in_python(best.policy, self.settings.policies)
-        return f"{before}DynSpecAssistant(drafter, {policy}, target=target, {shape})"
+        return f"{loaded}{before}DynSpecAssistant(drafter, {policy}, target=target, {shape})"
 
     # Showing it --------------------------------------------------------------------------------------------------
 
@@ -290,10 +293,17 @@ class Diagnosis:
                 else "would not make plain generate faster."
             )
             sentences.append(f"This package's head product, with which drafts are verified, {merit}")
-        if self.measured_prompts < len(self.prompts):
+        measured: dict[tuple[str, int], list[str]] = {}
+        for one in self.speeds:
+            measured.setdefault((one.shape, one.prompts), []).append(one.policy)
+        parts = [f"{', '.join(names)} with {how} on {counted(n, 'prompt')}" for (how, n), names in measured.items()]
+        more = ": --seconds takes more" if self.measured_prompts < len(self.prompts) else ""
+        sentences.append(f"Measured, of {counted(len(self.prompts), 'prompt')}: {'; '.join(parts)}{more}.")
+        if self.dtypes:
+            speeds = [f"{dtype} {plain:.1f} and {drafted:.1f}" for dtype, (plain, drafted) in self.dtypes.items()]
             sentences.append(
-                f"{self.measured_prompts} of {len(self.prompts)} prompts were measured in {self.settings.seconds:g} "
-                "s: --seconds takes more."
+                f"Tokens per second of plain generate and with drafts: in {', in '.join(speeds)}, in seconds. All "
+                f"else was measured in {self.models['target']['dtype']}, the faster one: load both models in it."
             )
         ended = self.measured_prompts - len(self.usable_prompts())
         if ended:
@@ -373,6 +383,7 @@ class Diagnosis:
             "settings": self.settings.to_dict(),
             "models": self.models,
             "vocabulary": self.vocabulary,
+            "dtypes": self.dtypes,
             "policies": describe_policies(self.policies),
             "prompts": self.prompts[: self.measured_prompts],
             "plain": {

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -14,7 +15,7 @@ from transformers.generation import BaseStreamer
 from ...drafters import Drafter
 from ...errors import ConfigurationError, DynSpecError, NotBoundError, UnsupportedError, shown_value
 from ...kernels import prepare_kernels
-from ...loading import shared_vocabulary_size
+from ...loading import load_config, shared_vocabulary_size
 from ...shortlists import ShortlistPolicy, as_policy
 from ...stats import Stopwatch
 from ...tree_config import TreeConfig
@@ -28,19 +29,21 @@ from .settings import FULL, POLICIES, DoctorSettings
 Report = Callable[[str, int, int], None]
 
 _WARM_UP_TOKENS = 8
-_FEWEST_TOKENS = 32
+_FEWEST_TOKENS = 8
 # Texts are cut to this number of prompts in the time of the first phase.
 _WANTED_PROMPTS = 3
 # Shares of the seconds at which the warm-up, the comparison of policies and that of lengths have to be over. The rest
 # is for profiles.
-_WARM_UP_ENDS, _POLICIES_END, _LENGTHS_END = 0.3, 0.65, 0.9
+_WARM_UP_ENDS, _POLICIES_END, _LENGTHS_END = 0.3, 0.7, 0.9
 # Two profiled calls have these numbers of tokens. Their difference is rounds that read no prompt.
 _PROFILED_TOKENS = (8, 32)
 _NO_TIME = "--seconds has no time for it"
 # Past the end, so many prompts are tried if all texts so far ended at once.
 _MOST_ENDED_TEXTS = 3
-# The least seconds of one call, however little time is left.
-_LEAST_SECONDS = 0.5
+# The least seconds of one call, and the least in tokens of plain generation: texts of one round cannot be timed.
+_LEAST_SECONDS, _LEAST_OF_PLAIN = 0.5, 6
+# After each prompt the policies go on that are nearly as fast as the fastest.
+_STILL_OPEN = 0.8
 # On a CPU, this share of the time without this thread shows that the computer does other work.
 _MUCH_WAITING = 0.15
 
@@ -77,7 +80,16 @@ def diagnose_pair(
     if prompts is None:
         prompts = read_workload(settings.prompts, settings.limit) if settings.prompts else PROMPTS
     heads = {"eagle": [settings.eagle] if settings.eagle else [], "allow_pickle": settings.allow_pickle}
-    with open_pair(settings, target, drafter, tokenizer, by_turns(prompts), **heads) as pair, ExitStack() as stack:
+    given: dict[str, Any] = {"drafter": drafter, "tokenizer": tokenizer}
+    # Where the dtype is open, and everything is there that is loaded.
+    tried, is_slow = {}, target is None and settings.dtype is None and settings.resolved_dtype() != "auto"
+    if is_slow and settings.target and (settings.drafter or settings.eagle or drafter):
+        more = {"prompts": prompts, "fast_target_head": fast_target_head, "report": report}
+        tried = _try_dtypes(settings, partial(diagnose_pair, make_assistant=make_assistant, **given, **more))
+    if tried:
+        settings = replace(settings, dtype=max(tried, key=lambda dtype: max(tried[dtype])))
+    prompts = by_turns(prompts)
+    with open_pair(settings, target, prompts=prompts, **given, **heads) as pair, ExitStack() as stack:
         (own,) = pair.drafters.values()
         diagnosis = Diagnosis(
             settings=settings,
@@ -91,6 +103,7 @@ def diagnose_pair(
             prompts=pair.described_prompts(),
             threads=torch.get_num_threads(),
             started=utc_now(),
+            dtypes=tried,
         )
         if "cpu" in {pair.target.device.type, own.head.device.type}:
             prepare_kernels()
@@ -100,6 +113,20 @@ def diagnose_pair(
         measurement.measure_all(optional, fast_target_head and why_not_head_product(pair.target) is None)
         diagnosis.finished = utc_now()
     return diagnosis
+
+
+def _try_dtypes(settings: DoctorSettings, diagnose: Callable[..., Diagnosis]) -> dict[str, list[float]]:
+    """Tokens per second of plain generation and of the better of two policies, in the 16 bits of the target's weights
+    and in fp32; nothing if they have other dtypes."""
+    config, speeds = load_config(settings.target, "target"), {}
+    kept = config.dtype or config.get_text_config().dtype
+    short = replace(settings, policies=("hybrid",), tree=None, seconds=settings.seconds / 6)
+    for dtype in (kept, torch.float32) if kept in (torch.bfloat16, torch.float16) else ():
+        name = str(dtype).removeprefix("torch.")
+        tried, tokens = diagnose(replace(short, dtype=name)), settings.max_new_tokens
+        plain = tokens / tried.plain.seconds(tokens, tried.usable_prompts())
+        speeds[name] = [plain, tried.best.tokens_per_second]
+    return speeds
 
 
 def diagnose_assistant(
@@ -188,7 +215,7 @@ class _Measurement:
         devices = (pair.target.device, *(one.head.device for one in pair.drafters.values()))
         self._clock = Stopwatch(enabled=False, devices=devices)
         self._assistants: dict[tuple[str, TreeConfig | None], Any] = {}
-        self._began = time.monotonic()
+        self._began, self._binding = time.monotonic(), 0.0  # seconds that went to binding are not for measuring
         # Seconds of plain generation for a token, and the most seconds of a call if not even short texts fit.
         self._token_seconds = 0.0
         self._most_seconds: float | None = None
@@ -201,12 +228,11 @@ class _Measurement:
         if has_head_product:
             diagnosis.head_product = TimedSetting("plain generate, this package's head product", None)
             plain.append(diagnosis.head_product)
-        started = [label for label in list(diagnosis.policies) if self._can_start(label, optional)]
+        self._most_seconds = self._left(_WARM_UP_ENDS) / (2 + len(diagnosis.policies))
         self._tell("warming up, plain generate")
         call = [self._generate(diagnosis.plain, 0) for _ in range(2)][-1]
         self._token_seconds = call.ends[-1] / sum(call.tokens)
-        while len(started) > 2 and not self._fits(len(plain) + len(started), _POLICIES_END):
-            self._leave_out(started.pop(), _NO_TIME)
+        started = [label for label in list(diagnosis.policies) if self._can_start(label, optional)]
         diagnosis.timed = [TimedSetting(label, middle) for label in started]
         wanted = self._left(_POLICIES_END) / (_WANTED_PROMPTS * (len(plain) + len(started)))
         fitting = max(_FEWEST_TOKENS, int(wanted / self._token_seconds))
@@ -239,7 +265,7 @@ class _Measurement:
 
     def _can_start(self, label: str, optional: Collection[str]) -> bool:
         """Make the assistant of a policy and warm it up. False if the policy is left out."""
-        if len(self._assistants) >= 2 and self._spent() > _WARM_UP_ENDS:
+        if len(self._assistants) >= 2 and self._spent() > _POLICIES_END:
             self._leave_out(label, _NO_TIME)
             return False
         try:
@@ -267,7 +293,9 @@ class _Measurement:
         return self._left(end) >= ways * tokens * self._token_seconds
 
     def _make(self, policy: ShortlistPolicy, **settings: Any) -> Any:
+        began = time.monotonic()
         assistant = self._make_assistant(policy, num_assistant_tokens=self._settings.num_assistant_tokens, **settings)
+        self._binding += time.monotonic() - began
         self._stack.callback(assistant.unbind)
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
@@ -296,6 +324,11 @@ class _Measurement:
                 way.calls.append(self._generate(way, number, tokens))
                 if way.shape is not None:
                     way.stats.add(self._assistant(way).stats)
+            if ways[0] is self._diagnosis.plain and (speeds := self._diagnosis.speeds):
+                # Speeds are compared with plain generation on the same prompts, whichever these are.
+                best = max(one.ratio for one in speeds)
+                slow = {one.policy for one in speeds if one.policy != FULL and one.ratio < _STILL_OPEN * best}
+                ways = [way for way in ways if way.policy not in slow]
             if 2 * self._spent() - began > end:
                 if self._diagnosis.usable_prompts(*ways) or number + 1 >= _MOST_ENDED_TEXTS:
                     return number + 1
@@ -324,7 +357,7 @@ class _Measurement:
         new_tokens = min(new_tokens, settings.max_new_tokens)
         config = generation_config(self._target, new_tokens, settings.temperature, settings.top_k)
         most = self._left(1.0) if self._most_seconds is None else self._most_seconds
-        config.max_time = max(_LEAST_SECONDS, most)
+        config.max_time = max(_LEAST_SECONDS, _LEAST_OF_PLAIN * self._token_seconds, most)
         arguments = {"attention_mask": torch.ones_like(input_ids), "generation_config": config}
         surroundings: AbstractContextManager = nullcontext()
         if way.shape is not None:
@@ -341,7 +374,7 @@ class _Measurement:
 
     def _spent(self) -> float:
         """The share of the seconds that is spent."""
-        return (time.monotonic() - self._began) / self._settings.seconds
+        return (time.monotonic() - self._began - self._binding) / self._settings.seconds
 
     def _tell(self, activity: str) -> None:
         total = max(1, round(self._settings.seconds))
