@@ -24,10 +24,10 @@ test-all: $(READY) compiler
 # The oldest releases that setup.cfg allows of the libraries whose parts are used most closely.
 test-oldest: $(READY)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --upgrade --target build/oldest \
-	$$(sed -nE 's/^ +((transformers|accelerate|peft|typer)>=[0-9.]+).*/\1.*/p' setup.cfg | sed 's/>=/==/' | sort -u)
+	$$(sed -nE 's/^ +((transformers|accelerate|peft|typer|triton)>=[0-9.]+).*/\1.*/p' setup.cfg | sed 's/>=/==/' | sort -u)
 	PYTHONPATH=build/oldest HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest tests/test_imports.py tests/alignment \
 	tests/generation/test_exactness.py tests/generation/test_batches.py tests/drafters/test_dflash.py \
-	tests/commands/test_commands.py
+	tests/commands/test_commands.py tests/kernels/test_compiled_kernels.py
 
 # Everything works without one, and what is worth having it for says so itself where it runs.
 compiler:

@@ -81,8 +81,8 @@ def leaves_a_core(device: torch.device) -> bool:
 @cache
 def multiplies_fast(dtype: torch.dtype) -> bool:
     """Whether this computer's CPU multiplies a few rows by 16-bit weights clearly faster than by weights in fp32, as
-    drafts need it to. CPUs without units for it widen every number for every row anew, so that six rows take
-    five to six times as long as one, and drafts gain nothing. Measured once, in about 20 ms."""
+    drafts need it to. CPUs without units for it widen every number for every row anew, so that rows take as long
+    together as one after another, and drafts gain nothing. Measured once, in about 20 ms."""
     threads, seconds = torch.get_num_threads(), {torch.float32: float("inf"), dtype: float("inf")}
     weights = {kind: torch.ones(1024, 1024, dtype=kind, device="cpu") for kind in seconds}
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from fast_kernels import needs_compiled_triton, run
 # 5090.
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448, 120: 101_376}
 # Bytes of local memory of a thread: a few registers. Numbers of 32 bits need more of them.
-LOCAL, LOCAL_FP32 = 128, 512
+LOCAL, LOCAL_FP32 = 256, 512
 
 pytestmark = needs_compiled_triton
 
