@@ -31,7 +31,7 @@ _NAMES = {"method": ("dynaspec", "coral"), "layout": ("eagle3", "eagle2")}
 _NAMES["schedule"] = ("fitted", "dynaspec", "fixed", "cosine", "constant")
 _HUB_IDS = {"repo_id", "dataset"}
 # Whole numbers are 1 at least, but for these; other numbers 0, and these above it.
-_FROM_0 = {"seed", "top_k", "profile_prompts", "expected_prompts", "cached_tokens"}
+_FROM_0 = {"seed", "top_k", "pinned", "profile_prompts", "expected_prompts", "cached_tokens"}
 _ABOVE_0 = {"seconds", "minutes", "decay", "learning_rate", "share", "mass", "device_memory_bandwidth", "device_flops"}
 # Keys of a context: what an interrupt leaves, or a function that says it; and the folder that a command writes to.
 _KEPT, _PLACE = "hf_dynspec.kept", "hf_dynspec.place"

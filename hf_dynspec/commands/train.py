@@ -80,7 +80,7 @@ def router(
     window: Annotated[int, typer.Option(help="Tokens of text that are read at a time.")] = 384,
     depth: Annotated[int, typer.Option(help="Draft steps of a round.")] = 5,
     top_k: Annotated[
-        int, typer.Option("--likeliest", "--top-k", help="The drafter's so many likeliest tokens are to be covered.")
+        int, typer.Option("--likeliest", help="The drafter's so many likeliest tokens are to be covered.")
     ] = 10,
     rounds: Annotated[
         bool,

@@ -316,7 +316,7 @@ def test_a_target_that_does_not_fit_is_refused(target):
     bogus, linear = {"type": "bogus", "factor": 2.0}, {"type": "linear"}
     for made, of, error, problem in (
         *((random_head(layout, hidden_size=16), target, ArtifactError, "hidden_size") for layout in LAYOUTS),
-        *((random_head(layout, vocabulary=300), target, ArtifactError, "vocab_size") for layout in LAYOUTS),
+        *((random_head(layout, vocabulary=302), target, ArtifactError, "vocab_size") for layout in LAYOUTS),
         (random_head("eagle3", target_hidden_size=64), target, ArtifactError, r"hidden_size.*64"),
         (random_head("eagle3"), tiny("llama", num_hidden_layers=2), UnsupportedError, "hidden states"),
         (random_head("eagle3", eagle_aux_hidden_state_layer_ids=[1, 7, 3]), target, UnsupportedError, r"\(1, 7, 3\)"),

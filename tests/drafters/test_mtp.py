@@ -460,7 +460,7 @@ BAD = {
     "an expert is missing": (without("mlp.experts.1.up_proj"), "parts of .*experts.gate_up_proj are missing"),
     "shape": (replaced("hnorm", torch.ones(31)), rf"{LATE}hnorm.weight has shape \[31\], expected \[32\]"),
     "shape of an expert": (replaced("mlp.experts.1.up_proj", torch.ones(17, 32)), "or of other shapes"),
-    "shape of a copy": (replaced("shared_head.head", torch.ones(300, 32)), r"has shape \[300, 32\], and the target's"),
+    "shape of a copy": (replaced("shared_head.head", torch.ones(302, 32)), r"has shape \[302, 32\], and the target's"),
     "unknown": (replaced("gates", torch.ones(31)), f"unexpected {LATE}gates.weight"),
     "fp8": (replaced("eh_proj", torch.ones(32, 64).to(torch.float8_e4m3fn)), "dtype F8_E4M3, as in quantised"),
     "int8": (replaced("eh_proj", torch.ones(32, 64, dtype=torch.int8)), "dtype I8, as in quantised"),

@@ -1047,7 +1047,7 @@ DRAFTER = ("--drafter", "no-model")
         ([*DRAFTER, "missing.jsonl"], "missing.jsonl: no such file or directory"),
         ([], "name the drafter: a folder or a Hub id of a small model, or of an EAGLE head"),
         ([*DRAFTER, "--eagle", "no-head"], "name a drafter or an EAGLE head, not both"),
-        (["--eagle", "./no/such/head"], "the EAGLE head head: directory: there is no folder './no/such/head'"),
+        (["--eagle", "./no/such/head"], "--eagle ./no/such/head: there is no such folder"),
         (["--eagle", "empty"], "the EAGLE head empty: config.json: is not in empty"),
         (["--eagle", "empty", "--max-new-tokens", "2"], "--max-new-tokens must be at least 3 for an EAGLE head"),
     ],

@@ -737,7 +737,7 @@ def test_recall_is_measured_along_given_texts(data, tmp_path, monkeypatch):
         (("--policy", "full", "--policy", "full"), "given twice"),
         (("--policy", "plain"), "a policy cannot be shown as 'plain'"),
         (("--align", "fast"), "there is no alignment 'fast'; there are default, paper, osd"),
-        (("--router", "path/to/router"), "--router is for --table; name it in a --policy"),
+        (("--router", "name/of-router"), "--router is for --table; name it in a --policy"),
         (("--expected-prompts", 4), "--expected-prompts is for --table"),
         (("--table", "dynaspec-1", "--router", "path/to/nothing"), "path/to/nothing"),
         (("--policy", "frequency:ranking=path/to/without-{domain}"), "path/to/without-code"),

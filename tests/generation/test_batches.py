@@ -35,6 +35,7 @@ from hf_dynspec.errors import NotBoundError, UnsupportedError
 from hf_dynspec.generation import fixed_lane, text_by_text
 from hf_dynspec.memory import fixed_decoder
 from hf_dynspec.memory.fixed_decoder import FixedDecoder
+from hf_dynspec.rounds import Round
 from hf_dynspec.shortlists import POLICIES
 from hf_dynspec.shortlists.retrieval.retriever import RetrievalListener
 from hf_dynspec.stats import SECTIONS
@@ -626,7 +627,7 @@ def test_an_assistant_that_is_bound_elsewhere(target):
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 def test_an_interrupted_batch_leaves_the_assistant_usable(settings, target, monkeypatch):
     assistant = DynSpecAssistant(perturbed(target), target=target)
-    holder = text_by_text.TextByText if settings else fixed_lane.FixedLane
+    holder = text_by_text.TextByText if settings else Round
     real, rounds = holder._verify, itertools.count()
 
     def interrupted(self, *arguments):

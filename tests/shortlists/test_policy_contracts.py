@@ -1,6 +1,7 @@
 """What breaks a contract is named, what a policy asks for it gets, and what it holds is ended."""
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -34,7 +35,7 @@ from hf_dynspec import (
 )
 from hf_dynspec.drafting import processors
 from hf_dynspec.generation import feedback, verification
-from hf_dynspec.kernels import top_k_ids
+from hf_dynspec.kernels import best_ids, top_k_ids
 from hf_dynspec.shortlists.forwarding import ForwardingState
 from hf_dynspec.testing import check_policy
 
@@ -447,13 +448,14 @@ def test_rows_of_the_target_are_searched_once_a_round(sampling, target, drafter,
     """For the target's own tokens and for what the policy is shown, in one pass over all rows."""
     searched = []
 
-    def counted(scores, k):
-        searched.append((scores.shape, k))
-        return top_k_ids(scores, k)
+    for module, search in itertools.product((verification, feedback, processors), (top_k_ids, best_ids)):
 
-    for module in (verification, feedback, processors):
-        if hasattr(module, "top_k_ids"):
-            monkeypatch.setattr(module, "top_k_ids", counted)
+        def counted(scores, k, search=search):
+            searched.append((scores.shape, k))
+            return search(scores, k)
+
+        if hasattr(module, search.__name__):
+            monkeypatch.setattr(module, search.__name__, counted)
     policy, assistant = watched(drafter, target, Needs(verify_top_k=9))
     torch.manual_seed(0)
     target.generate(prompt(6), assistant_model=assistant, max_new_tokens=30, **sampling)

@@ -73,6 +73,9 @@ class PretendedTensor(torch.Tensor):
     def __repr__(self, **unused: Any) -> str:
         return f"{self.memory!r} on {NAME}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PretendedTensor":
+        return memo.setdefault(id(self), to_device(self.memory))
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _run(func, args, kwargs or {}, [])
