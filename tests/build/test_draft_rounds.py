@@ -246,7 +246,7 @@ def test_recording_goes_on_where_it_was_stopped(folder, target, drafter, tmp_pat
 
 # The command ---------------------------------------------------------------------------------------------------------
 
-SMALL = "--steps 600 --held-out 120 --window 40 --depth 4 --top-k 5 --hidden 16 --batch-size 64 --max-batches 20 "
+SMALL = "--steps 600 --held-out 120 --window 40 --depth 4 --likeliest 5 --hidden 16 --batch-size 64 --max-batches 20 "
 SMALL += "--evaluate-every 10 --num-clusters 12 --pinned 10 --share 0.4 --seed 3"
 
 

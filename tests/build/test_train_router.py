@@ -553,7 +553,7 @@ def test_impossible_settings_are_refused(settings, change):
 
 # The command ---------------------------------------------------------------------------------------------------------
 
-SMALL = "--steps 1200 --held-out 200 --window 24 --depth 4 --top-k 5 --hidden 16 --batch-size 64 --max-batches 20 "
+SMALL = "--steps 1200 --held-out 200 --window 24 --depth 4 --likeliest 5 --hidden 16 --batch-size 64 --max-batches 20 "
 SMALL += "--evaluate-every 10 --num-clusters 12 --pinned 10 --share 0.4 --seed 3"
 
 

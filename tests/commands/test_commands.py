@@ -64,7 +64,7 @@ def measure(command: str, folder: Path, *words: object) -> list[str]:
 
 def train(folder: Path, out: Path, *words: object) -> list[str]:
     models = ["--target", folder / "target", "--drafter", folder / "drafter", "--data", folder / "texts.jsonl"]
-    sizes = "--window 24 --depth 4 --top-k 5 --hidden 16 --batch-size 64 --num-clusters 12 --pinned 10 --share 0.4"
+    sizes = "--window 24 --depth 4 --likeliest 5 --hidden 16 --batch-size 64 --num-clusters 12 --pinned 10 --share 0.4"
     return list(map(str, ["train", "router", *models, *sizes.split(), "--out", out, *words]))
 
 
