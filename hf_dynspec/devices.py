@@ -97,7 +97,8 @@ def multiplies_fast(dtype: torch.dtype) -> bool:
 
 def fast_dtype(device: str | torch.device = "auto") -> str | torch.dtype:
     """In which dtype to load models for a device ("auto": an accelerator if there is one): `"auto"`, that of their
-    weights, or `torch.float32` on a CPU that multiplies 16-bit numbers slowly, where drafting would lose in them."""
+    weights, or `torch.float32` on a CPU that multiplies 16-bit numbers slowly, where drafts would lose in them. There
+    plain generate in 16 bits may be faster than drafts in fp32."""
     kind = str(device).partition(":")[0]
     if kind == "auto":
         kind = "gpu" if torch.cuda.is_available() or torch.backends.mps.is_available() else "cpu"

@@ -127,7 +127,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def noting_waits(device: torch.device | None = None) -> Iterator[list[str]]:
+def noting_waits() -> Iterator[list[str]]:
     """`recorded.noting_waits` for the device that is not there."""
     places, make_event = [], pretended._event
 

@@ -228,7 +228,8 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
     figures = trained.figures
     typer.echo(f"{out}: expected acceptance length {figures.acceptance_length:.2f} in chains of {settings.depth}")
     option = f"--{'eagle' if job['kind'] == 'eagle' else 'drafter'} {out}"
-    if figures.acceptance_length < _WORTH_IT:
+    if figures.acceptance_length >= _WORTH_IT:
+        typer.echo(f"use it by {option}")
+    else:
         typer.echo(f"hardly worth it: below {_WORTH_IT:g}, drafting rarely pays. Train for longer, or on more texts")
-    use = f"use it by {option}" if figures.acceptance_length >= _WORTH_IT else f"to measure it: doctor {option}"
-    typer.echo(use)
+        typer.echo(f"to measure it: doctor {option}")

@@ -39,8 +39,7 @@ class DraftContext:
         self._paths = self._prefix.unsqueeze(0)
         # By start position: the tokens that the verified text holds from there on, and how much of it was read so far.
         self._seen: dict[int, tuple[torch.Tensor, int]] = {}
-        # One entry more than there are tokens.
-        self._none = torch.zeros(vocabulary_rows + 1, dtype=torch.bool, device=device)
+        self._marks = _Marks(vocabulary_rows + 1, device)
 
     def start_round(self, prefix: torch.Tensor) -> None:
         """Set the verified tokens, int64 `[n]`, without padding. They only ever grow."""
@@ -63,20 +62,20 @@ class DraftContext:
         """bool `[w, width]`: whether each of these tokens, int64 `[width]`, occurs before each node, from position
         `start` on, which counts padding."""
         begin = max(0, start - self._padding)
-        seen, known = self._seen.get(begin) or (self._none.clone(), begin)
+        seen, known = self._seen.get(begin) or (self._marks.none.clone(), begin)
         seen.index_fill_(0, self._prefix[known:], True)
         self._seen[begin] = seen, max(begin, self._prefix.shape[0])
-        return _are_held(seen, self._paths, slots)
+        return seen.index_select(0, slots) | self._marks.are_among(slots, self._paths)
 
     def are_among(self, slots: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """bool `[w, width]`: whether each of these tokens is one of each row of `token_ids`, int64 `[w, m]`, which may
         hold `no_token`."""
-        return _are_held(self._none, token_ids, slots)
+        return self._marks.are_among(slots, token_ids)
 
     @property
     def no_token(self) -> int:
         """An id for `are_among` that equals no token."""
-        return self._none.shape[0] - 1
+        return self._marks.none.shape[0] - 1
 
 
 class SeenTokens:
@@ -93,6 +92,7 @@ class SeenTokens:
         # One entry more than there are tokens, for no token.
         self._seen = torch.zeros(vocabulary_rows + 1, dtype=torch.bool, device=device)
         self._paths = self._every[:0].unsqueeze(0)
+        self._marks = _Marks(vocabulary_rows + 1, device)
 
     def begin(self, text: torch.Tensor) -> None:
         """Begin a text, int64 `[n]`."""
@@ -109,7 +109,7 @@ class SeenTokens:
 
     def holds(self, slots: torch.Tensor, start: int = 0) -> torch.Tensor:
         """See `DraftContext.holds`; `start` is 0."""
-        return _are_held(self._seen, self._paths, slots)
+        return self._seen.index_select(0, slots) | self._marks.are_among(slots, self._paths)
 
     def ids(self, one: torch.Tensor) -> torch.Tensor:
         """int64 `[1, V]`: all verified tokens, in the places of others one of them, int64 `[1]`, once more."""
@@ -121,10 +121,34 @@ def looks_at_set_only(processor: object) -> bool:
     return type(processor) is RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None
 
 
-def _are_held(seen: torch.Tensor, paths: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """bool `[w, width]`: which tokens, int64 `[width]`, are marked in `seen`, `[V + 1]`, or on paths, `[w, m]`."""
-    held = seen.repeat(paths.shape[0], 1).scatter_(1, paths, True)
-    return held.gather(1, slots.expand(len(held), -1))
+class _Marks:
+    """Looks up tokens in rows of tokens, without work for the rest of the vocabulary.
+
+    Args:
+        size: one more than there are tokens.
+        device: the device of the tokens.
+
+    Attributes:
+        none: bool `[size]`, all False.
+    """
+
+    def __init__(self, size: int, device: torch.device):
+        # All False except while `are_among` runs; a row for each node of the widest step so far.
+        self._rows = torch.zeros(1, size, dtype=torch.bool, device=device)
+
+    @property
+    def none(self) -> torch.Tensor:
+        return self._rows[0]
+
+    def are_among(self, slots: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """bool `[w, width]`: whether each token, int64 `[width]`, is in each row of `token_ids`, int64 `[w, m]`."""
+        w = token_ids.shape[0]
+        if self._rows.shape[0] < w:
+            self._rows = self._rows.new_zeros(w, self._rows.shape[1])
+        rows = self._rows[:w].scatter_(1, token_ids, True)
+        is_among = rows.gather(1, slots.expand(w, -1))
+        rows.scatter_(1, token_ids, False)
+        return is_among
 
 
 # Process the logits of a shortlist's slots: logits, fp32 [w, width], slots, int64 [width], and the context.

@@ -212,6 +212,9 @@ def few_columns(is_wanted: torch.Tensor) -> torch.Tensor | None:
 
 def draw_of_rows(weights: torch.Tensor) -> torch.Tensor:
     """`draw` for each row of weights `[…, n]`: int64 `[…, 1]`. Does not wait for the device."""
+    if torch.are_deterministic_algorithms_enabled():
+        # torch has no deterministic cumulative sum on GPUs.
+        return _race(weights).argmin(-1, keepdim=True)
     cumulative = weights.double().cumsum(-1)
     uniform = torch.rand(*weights.shape[:-1], 1, dtype=torch.float64, device=weights.device)
     index = torch.searchsorted(cumulative, uniform * cumulative[..., -1:], right=True)

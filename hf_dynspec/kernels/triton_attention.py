@@ -185,9 +185,9 @@ def launch_of(pairs: int, size: int, dtype: torch.dtype, heads: int, processors:
     keys = 16 if is_fp32 else 32 if is_wide else 64
     # Few rows are waiting for memory: more programs read at once. Many rows have enough programs.
     programs = heads * triton.cdiv(pairs, rows)
-    parts = triton.next_power_of_2(triton.cdiv(processors, programs))
+    parts = 1 << max(1, (processors // programs).bit_length() - 1)
     # All parts of a row are combined in one program.
-    parts = min(max(2, parts), max(2, 2**13 // size))
+    parts = min(parts, max(2, 2**13 // size))
     return Launch(rows, keys, parts, 4 if rows == 16 and not is_fp32 and size <= 256 else 8, 2 if is_wide else 3)
 
 

@@ -99,8 +99,8 @@ def _recover(device: torch.device, pool: tuple[int, int]) -> None:
 
 
 @contextmanager
-def noting_waits(device: torch.device) -> Iterator[list[str]]:
-    """Note where this thread waits for the device: the list is filled when it is left."""
+def noting_waits() -> Iterator[list[str]]:
+    """Note where this thread waits for a device: the places are in the list when this is left."""
     places: list[str] = []
     with _capturing, warnings.catch_warnings():
         thread, show, mode = threading.get_ident(), warnings.showwarning, torch.cuda.get_sync_debug_mode()

@@ -84,7 +84,7 @@ class RecordedRound:
             return was_there
         self._runs[steps] += 1
         if self.failure is None and self._runs[steps] >= warm_ups:
-            with noting_waits(self._round.device) as waits:
+            with noting_waits() as waits:
                 is_same = self._run_once()
             if waits:
                 self._failures, self.failure = _MOST_FAILURES, f"the host waits for the device in {waits[0]}"
@@ -171,7 +171,7 @@ def _agrees(model: PreTrainedModel) -> bool:
         found[:] = [decoder(token_ids, memory, QueryRows.chain(memory.lengths, 3))[0]]
 
     run()
-    with noting_waits(device) as waits:
+    with noting_waits() as waits:
         run()
     if waits:
         return False

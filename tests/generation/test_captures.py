@@ -189,7 +189,7 @@ def test_waits_of_this_thread_are_noted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
     with pytest.warns(UserWarning, match="another") as others:
-        with capture.noting_waits(DEVICE) as places:
+        with capture.noting_waits() as places:
             assert mode[-1] == "warn"
             for _ in range(2):
                 warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)

@@ -1,5 +1,6 @@
 """Memory and graphs, which may have gigabytes, die with their owner, and wait for no garbage collector."""
 
+import copy
 import gc
 import weakref
 
@@ -66,4 +67,21 @@ def test_memory_dies_with_its_call_or_with_the_binding(policy, kind, shape, call
     monkeypatch.setattr(fixed_lane, "_MOST_KEPT_BYTES", 2**31)
     generate(target, assistant, call)
     assistant.unbind()
+    assert not alive
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_kept_graph_dies_with_the_binding(shape, alive, graphs):
+    """A lane waits for the next call with its memory and its graph, of which nothing is left after `unbind`."""
+    from hf_dynspec.evaluation.operations.pretended_device import move, pretended_device, to_device
+
+    with pretended_device():
+        target = tiny()
+        there, drafter = move(copy.deepcopy(target)), move(perturbed(target))
+        assistant = DynSpecAssistant(drafter, target=there, tree=SHAPES[shape], num_assistant_tokens=3)
+        mask = to_device(torch.ones(1, 12, dtype=torch.int64))
+        settings = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "assistant_model": assistant}
+        there.generate(to_device(prompt()), attention_mask=mask, **settings)
+        assert assistant.stats.lane == "fixed memory, as a graph" and len(alive) == 4
+        assistant.unbind()
     assert not alive

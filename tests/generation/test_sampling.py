@@ -44,7 +44,7 @@ from hf_dynspec import (
     devices,
 )
 from hf_dynspec.drafting import trees as tree_module
-from hf_dynspec.drafting.processors import ProcessorsByValue, draw, draw_several, few_columns
+from hf_dynspec.drafting.processors import ProcessorsByValue, draw, draw_of_rows, draw_several, few_columns
 from hf_dynspec.drafting.token_choice import TokenChoice
 from hf_dynspec.generation import acceptance, verification
 from hf_dynspec.kernels import top_k_ids
@@ -657,6 +657,16 @@ def test_a_draw_follows_the_weights_and_never_takes_what_is_impossible(n):
     weights = torch.zeros(n).index_copy_(0, possible, torch.tensor([0.1, 1.0, 0.5, 2.0, 0.3, 0.7]))
     drawn = torch.cat([draw(weights) for _ in range(4000)])
     assert chi_square(torch.bincount(drawn, minlength=n), weights, at_least=5) > FALSE_ALARM
+
+
+def test_rows_are_drawn_without_a_cumulative_sum_if_algorithms_are_to_be_deterministic(poisoned_memory, monkeypatch):
+    """torch has none on GPUs."""
+    monkeypatch.setattr(torch.Tensor, "cumsum", None)
+    torch.manual_seed(0)
+    weights = torch.tensor([0.0, 0.1, 1.0, 0.5, 0.0, 2.0, 0.3])
+    drawn = draw_of_rows(weights.expand(3, 4000, -1))
+    assert drawn.shape == (3, 4000, 1)
+    assert chi_square(torch.bincount(drawn.flatten(), minlength=7), weights, at_least=5) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, 1.0 - 2**-53])
