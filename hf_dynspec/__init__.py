@@ -41,7 +41,6 @@ _HOMES = {
     "UnsupportedError": ".errors",
     "Verdict": ".protocol",
     "VocabularyInfo": ".protocol",
-    "fast_dtype": ".devices",
     "register_policy": ".shortlists",
 }
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 (ruff does not see that the keys are strings)
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
     from .alignment.settings import OnlineAlignment as OnlineAlignment
     from .artifacts.config import DynSpecConfig as DynSpecConfig
     from .assistant import DynSpecAssistant as DynSpecAssistant
-    from .devices import fast_dtype as fast_dtype
     from .drafters import EagleDrafter as EagleDrafter
     from .drafters import MtpDrafter as MtpDrafter
     from .errors import ArtifactError as ArtifactError

@@ -80,9 +80,9 @@ def leaves_a_core(device: torch.device) -> bool:
 
 @cache
 def multiplies_fast(dtype: torch.dtype) -> bool:
-    """Whether this computer's CPU multiplies a few rows by 16-bit weights clearly faster than by weights in fp32, as
-    drafts need it to. CPUs without units for it widen every number for every row anew, so that rows take as long
-    together as one after another, and drafts gain nothing. Measured once, in about 20 ms."""
+    """Whether torch multiplies a few rows by 16-bit weights clearly faster than by weights in fp32 on this computer's
+    CPU. Without units for 16 bits it widens every number for every row anew, so that rows take as long together as one
+    after another. Measured once, in about 20 ms."""
     threads, seconds = torch.get_num_threads(), {torch.float32: float("inf"), dtype: float("inf")}
     weights = {kind: torch.ones(1024, 1024, dtype=kind, device="cpu") for kind in seconds}
     torch.set_num_threads(1)
@@ -95,14 +95,10 @@ def multiplies_fast(dtype: torch.dtype) -> bool:
     return seconds[dtype] < 0.7 * seconds[torch.float32]
 
 
-def fast_dtype(device: str | torch.device = "auto") -> str | torch.dtype:
-    """In which dtype to load models for a device ("auto": an accelerator if there is one): `"auto"`, that of their
-    weights, or `torch.float32` on a CPU that multiplies 16-bit numbers slowly, where drafts would lose in them. There
-    plain generate in 16 bits may be faster than drafts in fp32."""
-    kind = str(device).partition(":")[0]
-    if kind == "auto":
-        kind = "gpu" if torch.cuda.is_available() or torch.backends.mps.is_available() else "cpu"
-    return "auto" if kind != "cpu" or multiplies_fast(torch.bfloat16) else torch.float32
+def dtype_for_training(device: torch.device) -> str | torch.dtype:
+    """In which dtype to load a model that reads many rows at a time: `"auto"`, that of its weights, or `torch.float32`
+    on a CPU that multiplies 16-bit numbers slowly."""
+    return "auto" if device.type != "cpu" or multiplies_fast(torch.bfloat16) else torch.float32
 
 
 # What sets how many threads take part in the operations of the thread that calls it, and of no other.

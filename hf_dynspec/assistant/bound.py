@@ -5,18 +5,16 @@ import operator
 import threading
 import weakref
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..devices import multiplies_fast
 from ..drafters import Drafter
 from ..drafting.automatic import ChooserPool
 from ..drafting.guards import outside_inference_mode
 from ..drafting.session import DraftSession
-from ..errors import NotBoundError, UnsupportedError, naming_source, shown_value, warn_user
+from ..errors import NotBoundError, UnsupportedError, naming_source, shown_value
 from ..generation.bindable import Assistant
 from ..generation.binding import TargetHook, attach
 from ..generation.conversation import Conversation
@@ -33,18 +31,6 @@ from ..stats import DraftingStatistics
 from ..vocabulary import require_tokenizer_of
 
 _Self = TypeVar("_Self", bound="BoundAssistant")
-_WORTH_A_WARNING = 5_000_000  # of parameters; of smaller targets they are not what takes time
-
-
-@cache
-def _warn_of_16_bits(dtype: torch.dtype) -> None:
-    if dtype.itemsize != 2 or multiplies_fast(dtype):
-        return
-    warn_user(
-        f"this CPU multiplies numbers of 16 bits slowly, so that drafts for a target in {str(dtype)[6:]} are likely "
-        "to lose. They gain in torch.float32, which hf_dynspec.fast_dtype() is here; plain generate in 16 bits may be "
-        "faster still. hf-dynspec doctor measures both."
-    )
 
 
 class BoundAssistant(Assistant):
@@ -111,8 +97,6 @@ class BoundAssistant(Assistant):
         except BaseException:
             self._drafter = given
             raise
-        if target.device.type == "cpu" and target.num_parameters() >= _WORTH_A_WARNING:
-            _warn_of_16_bits(target.dtype)
         return self
 
     def _bind(self, target: PreTrainedModel) -> None:

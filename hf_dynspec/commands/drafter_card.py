@@ -87,13 +87,13 @@ def _card(trained: TrainedDrafter, target: ModelReference, command: str, provena
     figures, state = trained.figures, trained.state
     kind = "eagle" if isinstance(trained.drafter, EagleDrafter) else "drafter"
     name = target.hub_id or "path/to/target"
-    imports = "DynSpecAssistant, EagleDrafter, fast_dtype" if kind == "eagle" else "DynSpecAssistant, fast_dtype"
+    imports = "DynSpecAssistant, EagleDrafter" if kind == "eagle" else "DynSpecAssistant"
     usage = [
         f"from hf_dynspec import {imports}",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-        f'target = AutoModelForCausalLM.from_pretrained("{name}", dtype=fast_dtype(), device_map="auto")',
+        f'target = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto", device_map="auto")',
         'inputs = tokenizer("Speculative decoding is", return_tensors="pt").to(target.device)',
         _LOADING[kind],
         "assistant = DynSpecAssistant(drafter, target=target)",

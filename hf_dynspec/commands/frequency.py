@@ -89,7 +89,6 @@ def frequency(
     corpus = find_text(paths, text_field)
     from ..assistant.models import model_reference
     from ..build.ranking import rank, vocabulary_size
-    from ..devices import fast_dtype
     from ..loading import find_eos_token_ids, load_model, load_tokenizer
     from ..vocabulary import fingerprint_tokenizer
 
@@ -97,7 +96,7 @@ def frequency(
     job = describe_text(corpus, loaded)
     inputs, models = describe_inputs(corpus.files), {}
     if from_target:
-        model = load_model(from_target, device=device, dtype=dtype or fast_dtype(device), role="target")
+        model = load_model(from_target, device=device, dtype=dtype or "auto", role="target")
         job |= {"target": describe_model(model), "generation": {**generation, "dtype": str(model.dtype)}}
         inputs["prompts"], models["target"] = prompt_count, model_reference(model)
         if models["target"].local:

@@ -24,7 +24,10 @@ EagleHeads = Annotated[
 AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read heads from a .bin where there are no safetensors, tensors only.")
 ]
-Dtype = Annotated[str | None, typer.Option(help="Default: auto, as the weights, or float32 on a CPU slow in 16 bits.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="Default: that of the weights, or float32 to train on a CPU slow in 16 bits."),
+]
 Device = Annotated[str, typer.Option(help="Where both models run, such as cpu or cuda:0.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.")]
 

@@ -179,12 +179,14 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
     from ..build.drafter_job import train_drafter
     from ..build.drafter_training import DrafterTrainingSettings
     from ..build.recording import RecordingSettings
+    from ..devices import dtype_for_training
     from ..evaluation.settings import PairSettings
     from ..loading import load_model, load_tokenizer
     from .drafter_card import digest_of, write_drafter
 
     where = PairSettings(given["target"], **{name: given[name] for name in ("device", "dtype", "threads")})
-    kind = where.resolved_device().type
+    device = where.resolved_device()
+    dtype, kind = where.dtype or dtype_for_training(device), device.type
     sizes = {name: both[kind != "cpu"] if given[name] is None else given[name] for name, both in _SIZES.items()}
     window = sizes.pop("window")
     minutes = _MINUTES if given["minutes"] is None and given["steps"] is None else given["minutes"]
@@ -200,7 +202,7 @@ def _train(context: typer.Context, job: dict[str, Any], maker: "Callable[[Any], 
         keeps(context, lambda: f"what was finished is kept in {work}; {going_on(out, overwrite)}")
     if where.threads is not None:
         torch.set_num_threads(where.threads)
-    target = load_model(given["target"], device=accelerator.device, dtype=where.resolved_dtype(), role="target")
+    target = load_model(given["target"], device=accelerator.device, dtype=dtype, role="target")
     tokenizer = load_tokenizer(given["target"])
 
     def look(state: "DrafterTrainingState", figures: "HeldOutFigures") -> None:

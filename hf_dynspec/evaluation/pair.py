@@ -217,8 +217,8 @@ def _naming_head(label: str) -> Iterator[None]:
 
 def load_part(settings: PairSettings, role: str) -> PreTrainedModel:
     """Load the target, or a small model that drafts. Raises `ConfigurationError` if it cannot be loaded."""
-    device, dtype = settings.resolved_device(), settings.resolved_dtype()
-    return load_model(getattr(settings, role), device=device, dtype=dtype, role=role)
+    dtype = settings.dtype or "auto"
+    return load_model(getattr(settings, role), device=settings.resolved_device(), dtype=dtype, role=role)
 
 
 def _load_drafter(settings: PairSettings, target: PreTrainedModel) -> PreTrainedModel | Drafter:

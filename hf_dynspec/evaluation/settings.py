@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..devices import fast_dtype
 from ..errors import ConfigurationError, shown_value
 from ..fields import LARGEST_SEED, SettingError
 from ..shortlists import ShortlistPolicy
@@ -39,7 +38,7 @@ class PairSettings:
         limit: take the first so many prompts of each category of each file (None: all).
         chat_template: make each prompt the user's turn of a chat.
         max_prompt_tokens: keep the last so many tokens of longer prompts (None: refuse prompts that do not fit).
-        dtype: of both models: a torch dtype's name or "auto" for that of the weights (None: `fast_dtype`'s).
+        dtype: of both models: a torch dtype's name or "auto" for that of the weights, as is None.
         device: where both models run; "auto" is the first CUDA device if there is one, else the CPU.
         threads: CPU threads (None: torch's choice).
         seed: for sampling.
@@ -109,10 +108,6 @@ class PairSettings:
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(name)
-
-    def resolved_dtype(self) -> str | torch.dtype:
-        """The dtype that `dtype` means on this computer, as `from_pretrained` takes it."""
-        return self.dtype or fast_dtype(self.resolved_device())
 
     def on(self, device: torch.device) -> "PairSettings":
         """The same settings for another device."""

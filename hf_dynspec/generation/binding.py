@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..cache_names import is_recurrent
 from ..errors import NotBoundError
-from ..kernels import given_way, in_plain_torch
+from ..kernels import few_rows_for, given_way, in_plain_torch
 from .arguments import CallArguments, prepare_cache, prepare_stop_strings, take_healer
 from .batch import NotInRounds, check_batch, generate_batch, takes_fixed_memory, why_general
 from .bindable import HOW_TO_BIND, Bindable
@@ -118,33 +118,8 @@ class TargetHook:
         if self.forward_of(assistant.owner) is None or not arguments.accepts("custom_generate"):
             # A hook below this one knows it, or a subclass's `generate` calls transformers' with other arguments.
             return inner(*args, **kwargs)
-        settings = arguments.resolved(target)
-        check_call(target, arguments, settings)
-        config = arguments.get("generation_config")
-        assistant = for_call(assistant, target.generation_config, config, arguments.kwargs)
-        prepare_cache(target, arguments)
-        is_asked = takes_fixed_memory(arguments, settings)
-        if is_asked:
-            check_batch(assistant, arguments, settings)
-        reason = None if is_asked else why_general(assistant, arguments, settings)
-        prepare_stop_strings(target, arguments, settings)
-        if reason is None:
-            try:
-                return generate_batch(target, inner, arguments, settings, assistant, is_asked)
-            except NotInRounds as error:
-                reason = str(error)
-        healer = take_healer(arguments, settings)
-        streamer = arguments.get("streamer")
-        if healer is not None:
-            arguments.remove("streamer")
-        arguments.remove("assistant_model")
-        with assistant.open_call() as call:
-            call.stats.lane = f"general: {reason}"
-            loop = functools.partial(decode, call=call, token_streamer=streamer, healer=healer)
-            arguments.set("custom_generate", loop)
-            output = inner(*arguments.args, **arguments.kwargs)
-            call.stats.lane += in_plain_torch(given_way())
-            return output
+        with few_rows_for(target):
+            return _generate(target, inner, arguments, assistant)
 
     def candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """`target._get_candidate_generator`, which transformers' own loop calls with keyword arguments."""
@@ -159,6 +134,39 @@ class TargetHook:
         assistant = for_call(assistant, own, types.SimpleNamespace(**{**vars(config), **unknown}), {})
         names = ("input_ids", "generation_config", "logits_processor", "model_kwargs")
         return DynSpecCandidateGenerator(assistant, **{name: kwargs[name] for name in names})
+
+
+def _generate(
+    target: PreTrainedModel, inner: Callable[..., Any], arguments: CallArguments, assistant: Bindable
+) -> Any:
+    """Generate with this package's loop, or refuse the call before any work is done."""
+    settings = arguments.resolved(target)
+    check_call(target, arguments, settings)
+    config = arguments.get("generation_config")
+    assistant = for_call(assistant, target.generation_config, config, arguments.kwargs)
+    prepare_cache(target, arguments)
+    is_asked = takes_fixed_memory(arguments, settings)
+    if is_asked:
+        check_batch(assistant, arguments, settings)
+    reason = None if is_asked else why_general(assistant, arguments, settings)
+    prepare_stop_strings(target, arguments, settings)
+    if reason is None:
+        try:
+            return generate_batch(target, inner, arguments, settings, assistant, is_asked)
+        except NotInRounds as error:
+            reason = str(error)
+    healer = take_healer(arguments, settings)
+    streamer = arguments.get("streamer")
+    if healer is not None:
+        arguments.remove("streamer")
+    arguments.remove("assistant_model")
+    with assistant.open_call() as call:
+        call.stats.lane = f"general: {reason}"
+        loop = functools.partial(decode, call=call, token_streamer=streamer, healer=healer)
+        arguments.set("custom_generate", loop)
+        output = inner(*arguments.args, **arguments.kwargs)
+        call.stats.lane += in_plain_torch(given_way())
+        return output
 
 
 # Held while attributes of any target change. Reentrant, as the garbage collector may remove an assistant meanwhile.

@@ -12,8 +12,9 @@ import torch
 from ..devices import is_host_memory
 from . import cpu, cpu_best_rows, cpu_top_k, reference
 from .attention import QueryRows, RoundAttention, host_round_attention, round_attention
-from .cpu import dense_scores, has_dense_kernel, has_packed_kernel, lossless_dtype, prepare_kernels
+from .cpu import dense_scores, has_dense_kernel, has_packed_kernel, lossless_dtype, most_queries, prepare_kernels
 from .cpu_best_rows import prepare_best_rows
+from .cpu_few_rows import few_rows_for
 from .reference import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -42,11 +43,13 @@ __all__ = [
     "block_scores",
     "block_scores_for",
     "dense_scores",
+    "few_rows_for",
     "given_way",
     "has_dense_kernel",
     "has_packed_kernel",
     "in_plain_torch",
     "lossless_dtype",
+    "most_queries",
     "norm_from_one",
     "norm_from_one_for",
     "packed_scores",

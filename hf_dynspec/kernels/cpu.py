@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..devices import multiplies_fast
 from ..errors import shown_text
 from . import reference
 
@@ -65,7 +66,7 @@ def typed(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
 @functools.cache
 def _kernels() -> dict[torch.dtype, Callable[..., bool]]:
     """The functions of head_scores.cpp by the weight's dtype; none, logged once, if they cannot be compiled."""
-    library = compiled_library("head_scores.cpp", "LM heads are scored")
+    library = compiled_library("head_scores.cpp", "LM heads and layers of 16 bits are computed")
     names = {dtype: f"head_scores_{str(dtype).removeprefix('torch.')}" for dtype in _KERNEL_DTYPES if library}
     return {dtype: typed(library[name], ctypes.c_bool, ctypes.c_char_p) for dtype, name in names.items()}
 
@@ -113,8 +114,8 @@ def has_dense_kernel(weight: torch.Tensor) -> bool:
 
 # Rows of smaller heads are scored within microseconds, and compiling takes seconds.
 FEWEST_HEAD_ELEMENTS = 2**20
-# For more hidden states a matrix product is faster; with 16-bit products on some processors, sooner.
-_MOST_QUERIES = {torch.float32: 16, torch.bfloat16: 6, torch.float16: 6}
+# For more hidden states a matrix product is faster: sooner if the CPU has units for 16 bits, late if it has none.
+_MOST_QUERIES, _MOST_QUERIES_WITH_UNITS, _MOST_QUERIES_WITHOUT = 16, 6, 64
 # Numbers that are compared at a time: they fit the cache.
 _COMPARED_ELEMENTS = 2**18
 
@@ -126,12 +127,23 @@ def has_packed_kernel(weight: torch.Tensor) -> bool:
     return is_large and _has_kernel(weight)
 
 
+@functools.cache
+def most_queries(dtype: torch.dtype) -> int:
+    """For how many hidden states at most the kernel is faster than torch's product, for weights of a dtype; 0 if there
+    is no kernel. The first call may compile it, and measures how fast the CPU multiplies."""
+    if dtype not in _KERNEL_DTYPES or dtype not in _kernels():
+        return 0
+    if dtype.itemsize == 4:
+        return _MOST_QUERIES
+    return _MOST_QUERIES_WITH_UNITS if multiplies_fast(dtype) else _MOST_QUERIES_WITHOUT
+
+
 def packed_scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`reference.packed_scores` for heads with `has_packed_kernel`: compiled if that is faster, and then summed and
     returned in fp32. Weight and bias are contiguous, and may have 16 bits for hidden states of 32."""
     needs_gradients = hidden.requires_grad and torch.is_grad_enabled()
     is_narrow = weight.dtype != hidden.dtype
-    if not needs_gradients and (is_narrow or hidden.shape[0] <= _MOST_QUERIES[weight.dtype]):
+    if not needs_gradients and (is_narrow or hidden.shape[0] <= most_queries(weight.dtype)):
         return _run(hidden, weight.unsqueeze(1), None, None if bias is None else bias.unsqueeze(1))
     return reference.packed_scores(hidden, weight.to(hidden), None if bias is None else bias.to(hidden))
 

@@ -12,9 +12,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer
 
+from ...devices import multiplies_fast
 from ...drafters import Drafter
 from ...errors import ConfigurationError, DynSpecError, NotBoundError, UnsupportedError, shown_value
-from ...kernels import prepare_kernels
+from ...kernels import most_queries, prepare_kernels
 from ...loading import load_config, shared_vocabulary_size
 from ...shortlists import ShortlistPolicy, as_policy
 from ...stats import Stopwatch
@@ -82,7 +83,7 @@ def diagnose_pair(
     heads = {"eagle": [settings.eagle] if settings.eagle else [], "allow_pickle": settings.allow_pickle}
     given: dict[str, Any] = {"drafter": drafter, "tokenizer": tokenizer}
     # Where the dtype is open, and everything is there that is loaded.
-    tried, is_slow = {}, target is None and settings.dtype is None and settings.resolved_dtype() != "auto"
+    tried, is_slow = {}, target is None and settings.dtype is None and _is_slow_in_16_bits(settings.resolved_device())
     if is_slow and settings.target and (settings.drafter or settings.eagle or drafter):
         more = {"prompts": prompts, "fast_target_head": fast_target_head, "report": report}
         tried = _try_dtypes(settings, partial(diagnose_pair, make_assistant=make_assistant, **given, **more))
@@ -113,6 +114,11 @@ def diagnose_pair(
         measurement.measure_all(optional, fast_target_head and why_not_head_product(pair.target) is None)
         diagnosis.finished = utc_now()
     return diagnosis
+
+
+def _is_slow_in_16_bits(device: torch.device) -> bool:
+    """Whether a few rows take as long together as one after another, in kernels of this package's or of torch's."""
+    return device.type == "cpu" and not most_queries(torch.bfloat16) and not multiplies_fast(torch.bfloat16)
 
 
 def _try_dtypes(settings: DoctorSettings, diagnose: Callable[..., Diagnosis]) -> dict[str, list[float]]:
