@@ -10,6 +10,7 @@ from ..alignment.aligner import Aligner
 from ..alignment.settings import OnlineAlignment
 from ..drafters import Drafter
 from ..drafting.settings import as_tree_config, drafting_config
+from ..errors import ConfigurationError
 from ..shortlists import ShortlistPolicy, as_policy
 from ..tree_config import TreeConfig
 from .bound import BoundAssistant
@@ -54,7 +55,7 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
             loses; with `tree`, trees up to its size. Output is lossless either way. With `"auto"`, and with the policy
             `"auto"`, sampled tokens depend on the clock as well as on the seed.
         assistant_confidence_threshold: stop a draft after a token that the drafter found less probable than this. Off
-            by default; it costs one wait for the device per draft step.
+            by default, and not for trees; it costs one wait for the device per draft step.
         tree: draft dynamic trees (EAGLE-2; when sampling, of drawn tokens) of this shape, or of the default shape for
             True, instead of chains of `num_assistant_tokens`.
         profile: measure where the time goes. Slows the call down where it runs on a GPU.
@@ -96,6 +97,8 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         own = getattr(drafter, "model", None)
         self.generation_config, self.defaults = drafting_config(own, tokens, assistant_confidence_threshold)
         self._tree = as_tree_config(tree)
+        if self._tree is not None and assistant_confidence_threshold:
+            raise ConfigurationError("assistant_confidence_threshold is for chains: leave it out, or tree")
         self._drafter = drafter
         self._given_tokenizer = tokenizer
         self._tokenizer = tokenizer

@@ -58,7 +58,8 @@ class SavedAssistant(Assistant):
             drafter=drafter_reference(self.drafter),
             target=model_reference(self.target),
             num_assistant_tokens=options.num_assistant_tokens,
-            assistant_confidence_threshold=options.assistant_confidence_threshold,
+            # A drafter's own; of trees it does not hold.
+            assistant_confidence_threshold=None if self.tree else options.assistant_confidence_threshold,
             tree=self.tree,
             provenance=provenance or {},
             results=results if isinstance(results, str) else list(results),

@@ -29,6 +29,13 @@ _FOLDERS_OR_HUB_IDS |= set("compare ranking vocabtrim router coral graph".split(
 # Those that take one of a few names; of several commands, all of them.
 _NAMES = {"method": ("dynaspec", "coral"), "layout": ("eagle3", "eagle2")}
 _NAMES["schedule"] = ("fitted", "dynaspec", "fixed", "cosine", "constant")
+_NAMES["suite"] = ("spec-bench", "speed-bench", "domains", "topic-switch", "multi-turn")
+_NAMES["table"] = tuple(f"{paper}-{n}" for paper, all in (("microspec", "23"), ("dynaspec", "12")) for n in all)
+_NAMES["table"] += tuple(f"evospec-{n}" for n in (1, 2, 4, 6, 7, 10))
+_NAMES["align"] = ("default", "paper", "osd")
+_POLICIES = "full frequency in_context router union hybrid retrieval screen coral native auto".split()
+# The name of a policy, the first of those that a plus sign joins. A user's own class has a module before it.
+_POLICY = re.compile(r"(\w+)(?=$|\+|:\w+=)")
 _HUB_IDS = {"repo_id", "dataset"}
 # Whole numbers are 1 at least, but for these; other numbers 0, and these above it.
 _FROM_0 = {"seed", "top_k", "pinned", "profile_prompts", "expected_prompts", "cached_tokens"}
@@ -121,6 +128,10 @@ def _problem(name: str, value: Any) -> str | None:
         return f"must be auto or a torch dtype such as float32, got {value!r}"
     if name in _NAMES and value not in _NAMES[name]:
         return f"must be one of {', '.join(_NAMES[name])}, got {value!r}"
+    named = _POLICY.match(str(value)) if name == "policy" else None
+    if named and named[1] not in _POLICIES:
+        known = f"the policies are {', '.join(_POLICIES)}; a class of your own is written package.module:Class"
+        return f"there is no policy {named[1]!r}; {known}"
     if name == "tree" and value != "none":
         from ..evaluation.tree_text import parse_tree
 

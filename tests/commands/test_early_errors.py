@@ -11,7 +11,11 @@ import typer
 
 import hf_dynspec
 from hf_dynspec.commands import app, common
-from hf_dynspec.commands.running import _ABOVE_0, _FOLDERS_OR_HUB_IDS, _FROM_0, _READ
+from hf_dynspec.commands.running import _ABOVE_0, _FOLDERS_OR_HUB_IDS, _FROM_0, _NAMES, _POLICIES, _READ, _problem
+from hf_dynspec.evaluation.suites.data import SUITES
+from hf_dynspec.evaluation.suites.methods import ALIGNMENTS
+from hf_dynspec.evaluation.suites.paper_tables import PAPER_TABLES
+from hf_dynspec.shortlists import POLICIES
 
 _PAIR = "--target target --drafter drafter"
 # Of every command, words with which it would begin its work.
@@ -35,13 +39,29 @@ COMMANDS = {
     "train eagle": "--target target --data prompts.jsonl --out out",
     "train drafter": "--target target --data prompts.jsonl --out out",
 }
+POLICY = ["--policy hybird", "--policy frequencies:size=3", "--policy mine+hybrid"]
 # What a command refuses besides, by itself or beside its other words.
 OTHERS = {
-    "bench": ["--json no/such/file.json", "--plot speed.txt", "--dtype tiny", "--tree 6/5", "--prompts broken.jsonl"],
-    "coverage": ["--json no/such/file.json", "--prompts broken.jsonl"],
+    "bench": [
+        "--json no/such/file.json",
+        "--plot speed.txt",
+        "--dtype tiny",
+        "--tree 6/5",
+        "--prompts broken.jsonl",
+        *POLICY,
+    ],
+    "coverage": ["--json no/such/file.json", "--prompts broken.jsonl", *POLICY],
     "doctor": ["--acceptance 0.5", "--config a b", "--seconds 0", "--tree 60x5"],
-    "evaluate": ["--router folder", "--table evospec-1 --policy full", "--expected-prompts 3"],
-    "trace": ["--prompt text", "--timeline profile.txt"],
+    "evaluate": [
+        *POLICY,
+        "--suite all",
+        "--table evospec-3",
+        "--align well",
+        "--router folder",
+        "--table evospec-1 --policy full",
+        "--expected-prompts 3",
+    ],
+    "trace": [*POLICY, "--prompt text", "--timeline profile.txt"],
     "plot": ["--nonsense"],
     "push": ["--dataset two%20words"],
     "build frequency": ["--from-target target"],
@@ -118,6 +138,14 @@ def test_every_parameter_is_checked_by_its_kind(name):
             assert one in _READ | WRITTEN, one
         says = getattr(parameters[one], "help", None) or ""
         assert "Folder or Hub id" not in says or one in _FOLDERS_OR_HUB_IDS, one
+
+
+def test_names_that_are_known_without_torch_are_all_that_there_are():
+    assert list(_POLICIES) == list(POLICIES)
+    assert set(_NAMES["suite"]) == set(SUITES) and set(_NAMES["table"]) == set(PAPER_TABLES)
+    assert set(_NAMES["align"]) == set(ALIGNMENTS)
+    for text in ("hybrid", "mine:Policy", "my.own:Policy:size=3", "frequency:ranking=a+b", "full+mine:Policy"):
+        assert _problem("policy", text) is None
 
 
 @pytest.mark.process

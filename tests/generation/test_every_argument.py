@@ -319,6 +319,8 @@ def test_trees_have_a_shape_of_their_own(target, drafter):
     for name, values in HONOURED.items():
         with pytest.raises(UnsupportedError, match=rf"{name} is for chains.*assistant\.tree"):
             generate(target, assistant, **{name: next(iter(values))})
+    with pytest.raises(ConfigurationError, match="assistant_confidence_threshold is for chains"):
+        DynSpecAssistant(drafter, target=target, tree=True, assistant_confidence_threshold=0.4)
     settings = {"num_assistant_tokens": "auto", "num_assistant_tokens_schedule": "constant"}
     assert torch.equal(generate(target, assistant, **settings), generate(target))
 
