@@ -22,6 +22,7 @@ from hf_dynspec.kernels import (
     argmax_rows_for,
     cpu,
     cpu_top_k,
+    most_queries,
     packed_scores,
     reference,
     replace_rows,
@@ -332,13 +333,13 @@ def lines_said(expected: str, **environment: str) -> list[str]:
 @pytest.mark.parametrize("environment", [{"CXX": "false"}, {"CXX": "/nowhere/g++"}, {"PATH": "/nowhere"}])
 def test_without_a_compiler_that_works_the_plain_twin_runs_and_one_line_says_so(environment, tmp_path):
     (line,) = lines_said("plain", TORCHINDUCTOR_CACHE_DIR=str(tmp_path), **environment)
-    assert "scored by plain torch" in line and "install g++, or set CXX" in line
+    assert "computed by plain torch" in line and "install g++, or set CXX" in line
 
 
 def test_a_cache_that_cannot_be_written_is_said_to_be_the_reason(tmp_path):
     with largest_file(1000):
         (line,) = lines_said("plain", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-    assert "scored by plain torch" in line and "name another folder by TORCHINDUCTOR_CACHE_DIR" in line
+    assert "computed by plain torch" in line and "name another folder by TORCHINDUCTOR_CACHE_DIR" in line
 
 
 @pytest.mark.process
@@ -489,7 +490,7 @@ def test_the_compiled_kernel_scores_packed_rows_of_few_hidden_states(
 ):
     """Packed rows and the leading ones; of more hidden states the plain twin does, as it takes less time."""
     weight, bias = random(V, D, dtype=dtype), random(V, seed=1, dtype=dtype) if with_bias else None
-    head, most = DynamicLMHead(weight, bias), 16 if dtype == torch.float32 else 6
+    head, most = DynamicLMHead(weight, bias), most_queries(dtype)
     plain, plain_calls = reference.packed_scores, []
     monkeypatch.setattr(reference, "packed_scores", lambda *some: (plain_calls.append(some), plain(*some))[1])
     tolerance = TOLERANCE[torch.float32 if dtype == torch.float32 else torch.bfloat16]
