@@ -196,7 +196,7 @@ class CausalLMDrafter(Drafter):
     def fixed(self, read: Cache, texts: int, capacity: int, nodes: int) -> FixedCausalLM:
         config = self.model.config.get_text_config()
         memory = FixedMemory.like(read, config, texts, capacity, nodes)
-        return FixedCausalLM(self.model, self.head.weight, self.embed, memory)
+        return FixedCausalLM(self.model, self.head.weight, self.embed, memory, self.step)
 
     @torch.no_grad()
     def _require_agreement(

@@ -27,11 +27,11 @@ def layers_of(cache: DynamicCache) -> list[torch.Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
-def cache_of(tensors: list[torch.Tensor]) -> DynamicCache:
-    """A cache over the keys and values of `layers_of`, without copying them."""
+def cache_of(tensors: list[torch.Tensor], kind: type[DynamicLayer] = DynamicLayer) -> DynamicCache:
+    """A cache over the keys and values of `layers_of`, without copying them, in layers of this kind."""
     cache = DynamicCache()
     for keys, values in zip(tensors[::2], tensors[1::2], strict=True):
-        layer = DynamicLayer()
+        layer = kind()
         # As its lazy initialization, but without the empty tensors, which wait for a GPU.
         layer.keys, layer.values, layer.dtype, layer.device = keys, values, keys.dtype, keys.device
         layer.is_initialized = True

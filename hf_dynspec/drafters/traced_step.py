@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
 from ..cache_names import cache_inputs
@@ -26,7 +28,6 @@ from .traceable_decoder import (
     cache_of,
     can_be_recorded,
     context_of,
-    layers_of,
 )
 from .weights_watch import WeightsWatch
 
@@ -35,7 +36,7 @@ _TRACED_LENGTH = 7
 
 # torch never frees the memory of a trace, some megabytes, so their number is limited.
 _MOST_TRACES = 32
-_traces: dict[Any, Callable[..., tuple[torch.Tensor, ...]] | None] = {}
+_traces: dict[Any, Callable[..., torch.Tensor] | None] = {}
 _lock = threading.Lock()
 
 
@@ -47,7 +48,7 @@ class TracedStep:
         graph: a trace that agrees with it.
     """
 
-    def __init__(self, decoder: SteadyDecoder, graph: Callable[..., tuple[torch.Tensor, ...]]):
+    def __init__(self, decoder: SteadyDecoder, graph: Callable[..., torch.Tensor]):
         self._decoder = decoder
         self._graph = graph
 
@@ -64,16 +65,29 @@ class TracedStep:
 
     def run(
         self, weights: list[torch.Tensor], token_id: torch.Tensor, length: int, layers: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Append a token, int64 `[1]`, to keys and values of `length` positions. Returns the hidden state, `[1, d]`,
-        and the longer keys and values."""
+    ) -> torch.Tensor:
+        """Append a token, int64 `[1]`, to `length` tokens. Writes its keys and values to the last of the `length + 1`
+        positions of `layers`. Returns the hidden state, `[1, d]`."""
         position = torch.full((1, 1), length, dtype=torch.int64, device=token_id.device)
-        hidden, *layers = self._graph(token_id.unsqueeze(0), position, *weights, *layers)
-        return hidden[0], layers
+        return self._graph(token_id.unsqueeze(0), position, *weights, *layers)[0]
+
+
+class _LastPosition(DynamicLayer):
+    """Keys and values of one attention layer with a place for one more token, to which that is written."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys[:, :, -1:].copy_(key_states)
+        self.values[:, :, -1:].copy_(value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2] - 1
 
 
 class GrownLayers:
-    """Keys and values of one text, `[1, heads, n, head_dim]` each, which every step replaces by longer tensors.
+    """Keys and values of one text, `[1, heads, S, head_dim]` each, of which the first `n` positions count.
 
     Args:
         step: appends a token (None: only the decoder does).
@@ -83,11 +97,12 @@ class GrownLayers:
         self._step = step
         self._weights: list[torch.Tensor] = []
         self._tensors: list[torch.Tensor] = []
+        self._length = 0
 
     @property
     def most_appended(self) -> int:
         """The most tokens for `append`; 0 at the beginning of a text, which the decoder must read."""
-        return 1 if self._step is not None and self._tensors else 0
+        return 1 if self._step is not None and self._length else 0
 
     def start_round(self) -> None:
         """Look up the weights, which may have changed."""
@@ -96,20 +111,23 @@ class GrownLayers:
 
     def append(self, token_ids: torch.Tensor, length: int) -> torch.Tensor:
         """Append a token, int64 `[1]`, to a text of that length. Returns its hidden state, `[1, d]`."""
-        hidden, self._tensors = self._step.run(self._weights, token_ids, length, self._tensors)
-        return hidden
+        if length == self._tensors[0].shape[2]:
+            # Twice as much, so that a text is copied a few times in all.
+            self._tensors = [pad(tensor, (0, 0, 0, length)) for tensor in self._tensors]
+        self._length = length + 1
+        return self._step.run(self._weights, token_ids, length, self.read())
 
     def read(self) -> list[torch.Tensor]:
-        """The tensors, as `layers_of` returns them."""
-        return self._tensors
+        """The positions that count, as `layers_of` returns them."""
+        return [tensor[:, :, : self._length] for tensor in self._tensors] if self._length else []
 
     def replace(self, tensors: list[torch.Tensor]) -> None:
         """Replace the tensors by longer ones with the same beginning."""
-        self._tensors = tensors
+        self._tensors, self._length = tensors, tensors[0].shape[2]
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` positions."""
-        self._tensors = [tensor[..., :length, :] for tensor in self._tensors] if length else []
+        self._length = length
 
 
 @torch.no_grad()
@@ -128,10 +146,13 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
 
             def inputs(length: int) -> tuple[torch.Tensor, ...]:
                 token_id, layers = context_of(decoder, length)
+                layers = [pad(one, (0, 0, 0, 1)) for one in layers]
                 return token_id, torch.tensor([[length]], device=token_id.device), *weights, *layers
 
             def agree(inputs: tuple[torch.Tensor, ...]) -> bool:
-                return all(map(are_close, graph(*inputs), step.run(*inputs)))
+                layers = inputs[2 + len(weights) :]
+                both = [(run(*inputs), *(one.clone() for one in layers)) for run in (graph, step.run)]
+                return all(map(are_close, *both))
 
             if key not in _traces and len(_traces) < _MOST_TRACES:
                 _traces[key] = None
@@ -148,8 +169,8 @@ def trace_step(model: PreTrainedModel, watch: WeightsWatch) -> TracedStep | None
 
 
 class _Step:
-    """A step as a function of tensors, from token, position, weights, keys and values to hidden state, keys and
-    values. It runs a copy of the decoder's modules, whose weights it replaces."""
+    """A step as a function of tensors, from token, position, weights, keys and values to the hidden state. It runs a
+    copy of the decoder's modules, whose weights it replaces, and writes to the last position of keys and values."""
 
     def __init__(self, decoder: nn.Module, weights: list[torch.Tensor]):
         self._decoder = copy.deepcopy(decoder, {id(one): one for one in weights})
@@ -166,9 +187,8 @@ class _Step:
         weights, layers = tensors[: len(self._places)], tensors[len(self._places) :]
         for (holder, name), weight in zip(self._places, weights, strict=True):
             holder[name] = weight
-        cache = cache_of(list(layers))
-        outputs = self._decoder(input_ids=token_id, position_ids=position, **cache_inputs(cache))
-        return (outputs[0], *layers_of(cache))
+        cache = cache_of(list(layers), _LastPosition)
+        return self._decoder(input_ids=token_id, position_ids=position, **cache_inputs(cache))[0]
 
 
 @contextmanager

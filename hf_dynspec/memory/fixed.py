@@ -180,6 +180,12 @@ class FixedMemory(Cache):
                     mine[text].index_copy_(0, slots, last.transpose(0, 1))
         self.lengths[text] = length
 
+    def of_text(self, text: int, count: int) -> list[torch.Tensor]:
+        """The keys and values `[1, KV, count, …]` of a text's first positions, in turn for each layer. No layer has a
+        window."""
+        both = (tensor for layer in self.layers for tensor in (layer.keys, layer.values))
+        return [tensor[text : text + 1, :count].transpose(1, 2) for tensor in both]
+
     def reading(self, rows: QueryRows) -> None:
         """Say what the next forward reads. `rows.lengths` are this memory's."""
         self._reading.begin(rows)

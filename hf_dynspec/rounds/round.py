@@ -1,6 +1,5 @@
 """The stages of a round: draft, verify, accept, keep, observe."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn.functional import pad
 
+from ..devices import is_host_memory
 from ..drafters.fixed import FixedDrafter, ObserveDraftInputs, rows_at
 from ..drafting.draft_processors import SeenTokens
 from ..drafting.selector import Selector
@@ -421,8 +421,7 @@ class Round:
             tokens, accepted = walks.token_ids[number], walks.accepted[number : number + 1]
             has_missed, counts, drafted_at = torch.zeros_like(accepted), [], []
             if one is not None:
-                is_held = _are_held(one, tokens[: self.steps])
-                has_missed = ~pad(is_held, (0, 1), value=True).take(accepted)
+                has_missed = _has_missed(one, tokens[: self.steps], accepted)
                 counts = [shortlist.count for shortlist in one.shortlists]
                 if not one.is_chain:
                     drafted_at = [(one.depths.unsqueeze(0) == self._levels[0, :-1, None]).sum(1)]
@@ -444,18 +443,21 @@ class Round:
         number: int,
         has_missed: torch.Tensor,
     ) -> "Answer":
-        """Let a policy observe a verdict. Past the accepted tokens, ids are those of no token."""
+        """Let a policy observe a verdict: on a CPU, of the tokens that count; elsewhere of all, and past those that
+        count, ids are those of no token."""
         needs, parts = text.selector.needs, text.selector.state.parts
         is_observed = any(type(part).observe is not ShortlistState.observe for part in parts)
         if not is_observed and text.note is None:
             return Answer()
         nowhere, accepted = text.selector.vocabulary_size, walks.accepted[number]
-        order = self._order[: self.steps + 1]
-        counts, tokens = order <= accepted, walks.token_ids[number, : self.steps + 1]
+        order = self._order[: 1 + (int(accepted) if is_host_memory(self.device) else self.steps)]
+        counts, tokens = order <= accepted, walks.token_ids[number, : len(order)]
+
+        path = walks.rows[number, : len(order)]
 
         def along_path(rows: torch.Tensor) -> torch.Tensor:
             is_chain = candidates is None or candidates.is_chain
-            return rows[number] if is_chain else rows[number].index_select(0, walks.rows[number])
+            return rows[number, : len(order)] if is_chain else rows[number].index_select(0, path)
 
         fields: dict[str, torch.Tensor] = {}
         most, note = max(needs.verify_top_k, text.noted_top_k), None
@@ -545,10 +547,13 @@ class _Walks(NamedTuple):
     accepted: torch.Tensor
 
 
-def _are_held(candidates: Candidates, token_ids: torch.Tensor) -> torch.Tensor:
-    """bool `[n]`: whether each token, int64 `[n]`, is on the shortlist of its draft step."""
-    shortlists = candidates.shortlists
+def _has_missed(candidates: Candidates, token_ids: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+    """bool `[1]`: whether the token after the accepted ones, int64 `[1]`, among int64 `[n]`, is outside the shortlist
+    of its draft step; False if all were accepted."""
+    shortlists, last = candidates.shortlists, accepted.clamp_max(token_ids.shape[0] - 1)
     if all(one is shortlists[0] for one in shortlists):
-        return shortlists[0].contains(token_ids)
-    held = [one.contains(token_id) for one, token_id in itertools.zip_longest(shortlists, token_ids.split(1))]
-    return torch.cat(held)
+        is_held = shortlists[0].contains(token_ids.take(last))
+    else:
+        held = zip(shortlists, token_ids.split(1), strict=True)
+        is_held = torch.cat([one.contains(token_id) for one, token_id in held]).take(last)
+    return ~is_held & (accepted == last)
