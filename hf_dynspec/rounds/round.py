@@ -421,7 +421,7 @@ class Round:
             tokens, accepted = walks.token_ids[number], walks.accepted[number : number + 1]
             has_missed, counts, drafted_at = torch.zeros_like(accepted), [], []
             if one is not None:
-                has_missed = _has_missed(one, tokens[: self.steps], accepted)
+                has_missed = _has_missed(one, tokens[: self.steps + 1], accepted)
                 counts = [shortlist.count for shortlist in one.shortlists]
                 if not one.is_chain:
                     drafted_at = [(one.depths.unsqueeze(0) == self._levels[0, :-1, None]).sum(1)]
@@ -548,12 +548,15 @@ class _Walks(NamedTuple):
 
 
 def _has_missed(candidates: Candidates, token_ids: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    """bool `[1]`: whether the token after the accepted ones, int64 `[1]`, among int64 `[n]`, is outside the shortlist
-    of its draft step; False if all were accepted."""
-    shortlists, last = candidates.shortlists, accepted.clamp_max(token_ids.shape[0] - 1)
+    """`[1]`: whether the token after the accepted ones, int64 `[1]`, is outside the shortlist of its draft step; 0 if
+    all were accepted. `token_ids` has one more than there are steps, int64 `[n + 1]`."""
+    shortlists = candidates.shortlists
+    if is_host_memory(accepted.device):
+        missed = candidates.has_missed(token_ids[: int(accepted) + 1])
+        return torch.zeros_like(accepted) if missed is None else missed.view(1)
+    drafted = token_ids[:-1]
     if all(one is shortlists[0] for one in shortlists):
-        is_held = shortlists[0].contains(token_ids.take(last))
+        held = shortlists[0].contains(drafted)
     else:
-        held = zip(shortlists, token_ids.split(1), strict=True)
-        is_held = torch.cat([one.contains(token_id) for one, token_id in held]).take(last)
-    return ~is_held & (accepted == last)
+        held = torch.cat([one.contains(token) for one, token in zip(shortlists, drafted.split(1), strict=True)])
+    return ~pad(held, (0, 1), value=True).take(accepted)
