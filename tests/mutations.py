@@ -7,6 +7,7 @@ to find it. Prints which of them were found, and ends with an error if one was n
 `test_mutations.py` checks that each fault can still be written.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -189,7 +190,9 @@ def is_found(mutation: Mutation, copy: Path) -> bool:
     file.write_text(text.replace(mutation.before, mutation.after))
     try:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutation.tests.split()]
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+        # The installed package may be the original.
+        environment = {**os.environ, "PYTHONPATH": str(copy)}
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         # 1: tests failed. Others are errors of pytest's own.
         return done.returncode == 1
     finally:

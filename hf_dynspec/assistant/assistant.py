@@ -99,6 +99,8 @@ class DynSpecAssistant(BoundAssistant, SavedAssistant):
         self._tree = as_tree_config(tree)
         if self._tree is not None and assistant_confidence_threshold:
             raise ConfigurationError("assistant_confidence_threshold is for chains: leave it out, or tree")
+        if isinstance(tokenizer, str | os.PathLike):
+            raise ConfigurationError(f"tokenizer must be loaded: AutoTokenizer.from_pretrained({str(tokenizer)!r})")
         self._drafter = drafter
         self._given_tokenizer = tokenizer
         self._tokenizer = tokenizer

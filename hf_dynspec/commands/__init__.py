@@ -66,10 +66,13 @@ def options(
 def main() -> None:
     """Run the command line. This package's own errors and those of the operating system end in one line and exit
     status 1, an interrupt in one line and 130."""
+    import sys
     import warnings
 
     from ..errors import DynSpecError
 
+    # A terminal of another encoding would lose the figures for a sign.
+    sys.stdout.reconfigure(errors="replace")
     # The line of source that warns means nothing to a user.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"
     try:

@@ -1,6 +1,7 @@
 """How commands end and what they write to: interrupts, errors of the operating system, folders and files in use."""
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -118,6 +119,8 @@ class OptionNamingCommand(TyperCommand):
 def _problem(name: str, value: Any) -> str | None:
     """What is wrong with a value of a parameter, as far as can be told without torch; None if nothing is."""
     if isinstance(value, int | float):
+        if not math.isfinite(value):
+            return f"must be finite, got {value!r}"
         kind, least = ("whole number", int(name not in _FROM_0)) if isinstance(value, int) else ("number", 0)
         if value < least or (name in _ABOVE_0 and value == 0):
             return f"must be a {kind} {'above' if name in _ABOVE_0 else 'of at least'} {least}, got {value!r}"

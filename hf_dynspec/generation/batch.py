@@ -7,13 +7,14 @@ target reads all texts at once.
 """
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..cache_names import CACHE
+from ..cache_names import CACHE_NAMES
 from ..drafting.guards import outside_inference_mode
 from ..errors import UnsupportedError
 from ..modeling.parts import input_device
@@ -48,7 +49,12 @@ def check_batch(assistant: Any, call: CallArguments, settings: GenerationConfig)
     Raises:
         UnsupportedError: names the argument and the alternative.
     """
-    others = [] if takes_media(assistant.target) else _arguments_of_media(call, settings)
+    target = assistant.target
+    # transformers names arguments that the target does not take, such as misspelled ones.
+    takers = (GenerationMixin.generate, target.prepare_inputs_for_generation, target.forward)
+    taken = {name for one in takers for name in signature(one).parameters}
+    media = () if takes_media(target) else _arguments_of_media(call, settings)
+    others = [name for name in media if name in taken and name not in CACHE_NAMES]
     mask = call.get("attention_mask")
     outputs = [
         name
@@ -59,7 +65,9 @@ def check_batch(assistant: Any, call: CallArguments, settings: GenerationConfig)
     where = f"with cache_implementation='{STATIC_CACHE}'" if is_one else "in a batch"
     way_out = "leave cache_implementation unset" if is_one else "call generate once for each prompt"
     names = [*outputs, *others, *(["token_healing"] if settings.token_healing else [])]
-    names += [CACHE] if call.cache() is not None else []
+    names += [name for name in CACHE_NAMES if call.get(name) is not None]
+    is_usual = call.asked("cache_implementation") in (None, "dynamic", STATIC_CACHE)
+    names += [] if is_usual else ["cache_implementation"]
     refusals = [
         (assistant.owner is not assistant, f"a conversation is not kept {where}: {way_out}."),
         (
@@ -145,7 +153,7 @@ def generate_batch(
         for name in names:
             call.remove(name)
     prepared = [
-        _prepare(inner, call, row[mask.to(row.device)].unsqueeze(0), len(row))
+        _prepare(inner, call, settings, row[mask.to(row.device)].unsqueeze(0), len(row))
         for row, mask in zip(inputs, is_token, strict=True)
         for _ in range(copies)
     ]
@@ -208,12 +216,15 @@ def _tokens_of(inputs: torch.Tensor, mask: torch.Tensor | None, settings: Genera
     return is_token
 
 
-def _prepare(inner: Callable[..., Any], call: CallArguments, text: torch.Tensor, padded_length: int) -> Prepared:
+def _prepare(
+    inner: Callable[..., Any], call: CallArguments, settings: GenerationConfig, text: torch.Tensor, padded_length: int
+) -> Prepared:
     """Let transformers prepare a text, int64 `[1, n]`.
 
     Args:
         inner: transformers' `generate`.
         call: the arguments of the batch.
+        settings: the configuration that they come to.
         text: without padding.
         padded_length: the length of the batch's prompts, to which `max_length` and `min_length` refer.
     """
@@ -232,7 +243,8 @@ def _prepare(inner: Callable[..., Any], call: CallArguments, text: torch.Tensor,
     for name in ("assistant_model", "streamer"):
         one.remove(name)
     for name in ("max_length", "min_length"):
-        length = call.asked(name)
-        if length:
+        length = getattr(settings, name)
+        # A number of new tokens goes before the length of the text.
+        if length and (name == "min_length" or settings.max_new_tokens is None):
             one.set(name, max(0, length - padded_length + text.shape[1]))
     return inner(*one.args, **one.kwargs)

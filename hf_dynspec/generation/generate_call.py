@@ -132,7 +132,7 @@ class GenerateCall:
         self._recorder = self._aligner and self._aligner.recorder()
         self._began = time.perf_counter()
         self._scheduler = DraftScheduler(self.settings, assistant.tree, self._automatic(generation_config))
-        self._max_length = generation_config.max_length
+        self._max_length = int(generation_config.max_length)
         self._prefill_chunk_size = generation_config.prefill_chunk_size
         device = session.vocabulary.device
         self._steady_attention = without_attention_plans(device, target.model.device)

@@ -59,7 +59,8 @@ class TargetForward:
         self.num_layers = model.config.get_text_config().num_hidden_layers
         self._head = TargetHead(fast_head)
         self._verifies_trees = verifies_trees
-        self._reads_batches = False
+        # The hooks and patches of the model with which it can read batches.
+        self._reads_batches: Any = None
         if verifies_trees:
             # Before anything is run with an attention that may not be installed.
             require_tree_masks(model)
@@ -123,7 +124,8 @@ class TargetForward:
         )
 
     def require_batches(self) -> None:
-        """Check that the target can read the texts of a batch. The first time takes two short forwards.
+        """Check that the target can read the texts of a batch. The first time, and after hooks or patches have come or
+        gone, this takes two short forwards.
 
         Raises:
             UnsupportedError: it cannot.
@@ -138,9 +140,11 @@ class TargetForward:
                 f"{type(self.model).__name__} has a rotary embedding that changes with the length of the text, and "
                 "so with other texts. Call generate once for each prompt, with cache_implementation unset."
             )
-        if not self._reads_batches:
+        changes = _changes_of(self.model)
+        if changes != self._reads_batches:
             require_batches(self.model, self.logits)
-            self._reads_batches = True
+            # The forwards may have added hooks of transformers' own.
+            self._reads_batches = _changes_of(self.model)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The logits `[…, V]` of the decoder's output `[…, d]`."""
@@ -320,6 +324,14 @@ class TargetForward:
         """The first layer of a kind."""
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
         return 0 if kinds is None else kinds.index(kind)
+
+
+def _changes_of(model: PreTrainedModel) -> list[Any]:
+    """The hooks and replaced forwards of a model's modules, and torch's global hooks."""
+    hooks = [torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks]
+    hooks += [hooks for one in model.modules() for hooks in (one._forward_hooks, one._forward_pre_hooks) if hooks]
+    patches = [vars(one)["forward"] for one in model.modules() if "forward" in vars(one)]
+    return [*patches, *(key for one in hooks for key in one)]
 
 
 def entries_with(states: tuple[int, ...]) -> bool | list[int]:

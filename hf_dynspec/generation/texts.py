@@ -75,7 +75,8 @@ class Text:
     @property
     def most_tokens(self) -> int:
         """The most tokens that the text may have."""
-        return self.prepared.generation_config.max_length
+        # A user may give a whole number as a float.
+        return int(self.prepared.generation_config.max_length)
 
     @property
     def length(self) -> int:

@@ -54,6 +54,8 @@ def policy_class(name: str) -> type[ShortlistPolicy]:
     Raises:
         ConfigurationError: there is no such policy.
     """
+    if isinstance(name, type) and issubclass(name, ShortlistPolicy):
+        raise ConfigurationError(f"{name.__name__} is a class: pass a policy, {name.__name__}(…)")
     if not isinstance(name, str) or name not in POLICIES:
         raise ConfigurationError(f"there is no policy {shown_value(name)}; the policies are {', '.join(POLICIES)}")
     return POLICIES[name]
