@@ -193,8 +193,8 @@ def is_found(mutation: Mutation, copy: Path) -> bool:
         # The installed package may be the original.
         environment = {**os.environ, "PYTHONPATH": str(copy)}
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-        # 1: tests failed. Others are errors of pytest's own.
-        return done.returncode == 1
+        # The exit status does not tell failed tests from tests that cannot be collected.
+        return " failed" in done.stdout.splitlines()[-1]
     finally:
         file.write_text(text)
 
