@@ -19,7 +19,7 @@ _STEADY_ROPE = ("default", "linear", "llama3", "proportional", "yarn")
 # Classes of other packages, such as adapters and quantised layers, may change their behaviour unnoticed.
 _KNOWN_PACKAGES = ("torch.nn.modules.", "transformers.")
 # transformers records hidden states by hooks, added on first use, which change nothing.
-_RECORDING_HOOKS = "transformers.utils.output_capturing"
+RECORDING_HOOKS = "transformers.utils.output_capturing"
 
 
 def layers_of(cache: DynamicCache) -> list[torch.Tensor]:
@@ -127,5 +127,5 @@ def _hooks_of(modules: list[nn.Module]) -> list[dict[int, Any]]:
 def _has_foreign_hooks(hooks: list[dict[int, Any]]) -> bool:
     """Whether there are hooks other than transformers' recording of outputs."""
     return nn.modules.module._has_any_global_hook() or any(
-        getattr(hook, "__module__", None) != _RECORDING_HOOKS for some in hooks if some for hook in some.values()
+        getattr(hook, "__module__", None) != RECORDING_HOOKS for some in hooks if some for hook in some.values()
     )

@@ -15,6 +15,7 @@ from transformers.generation.candidate_generator import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..cache_names import CACHE, cache_inputs, passed_cache, returned_cache
+from ..drafters.traceable_decoder import RECORDING_HOOKS
 from ..errors import UnsupportedError
 from ..memory.recurrent import Rollback, record_past
 from ..modeling.head import finish_logits
@@ -143,8 +144,7 @@ class TargetForward:
         changes = _changes_of(self.model)
         if changes != self._reads_batches:
             require_batches(self.model, self.logits)
-            # The forwards may have added hooks of transformers' own.
-            self._reads_batches = _changes_of(self.model)
+            self._reads_batches = changes
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The logits `[…, V]` of the decoder's output `[…, d]`."""
@@ -327,11 +327,13 @@ class TargetForward:
 
 
 def _changes_of(model: PreTrainedModel) -> list[Any]:
-    """The hooks and replaced forwards of a model's modules, and torch's global hooks."""
+    """The hooks and replaced forwards of a model's modules, and torch's global hooks. Those by which transformers
+    records hidden states change nothing."""
     hooks = [torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks]
     hooks += [hooks for one in model.modules() for hooks in (one._forward_hooks, one._forward_pre_hooks) if hooks]
     patches = [vars(one)["forward"] for one in model.modules() if "forward" in vars(one)]
-    return [*patches, *(key for one in hooks for key in one)]
+    kinds = (item for one in hooks for item in one.items())
+    return [*patches, *(key for key, hook in kinds if getattr(hook, "__module__", None) != RECORDING_HOOKS)]
 
 
 def entries_with(states: tuple[int, ...]) -> bool | list[int]:

@@ -358,7 +358,7 @@ def test_routers_that_do_not_fit_are_refused_before_anything_is_recorded(folder,
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (["--rounds", "--temperature", "inf"], "temperature must be a number of at least 0"),
+        (["--rounds", "--temperature", "inf"], "temperature must be finite"),
         (["--batch-size", "5000"], "--batch-size 5,000"),
     ],
 )
