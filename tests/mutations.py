@@ -39,13 +39,6 @@ MUTATIONS = [
         "tests/generation/test_batches.py",
     ),
     Mutation(
-        "a text that has ended in a graph goes on",
-        "rounds/round.py",
-        "self._goes_on[text] = 0",
-        "self._goes_on[text] = 1",
-        "tests/generation/test_recorded_rounds.py",
-    ),
-    Mutation(
         "a wrong position of rows over fixed memory",
         "kernels/attention.py",
         "return self.lengths.unsqueeze(1) + self.row_levels",
@@ -71,7 +64,7 @@ MUTATIONS = [
         "drafters/causal_lm_fixed.py",
         "known = min(accepted, len(self._chain) - 1)",
         "known = min(accepted, len(self._chain))",
-        "tests/drafters tests/generation/test_batches.py",
+        "tests/generation/test_calls_of_batches.py",
     ),
     Mutation(
         "a node of a tree sees its siblings",

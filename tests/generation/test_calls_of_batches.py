@@ -1,5 +1,7 @@
 """What a call of a batch, or with a static cache, says besides its prompts: honoured, or refused by its name."""
 
+import copy
+
 import pytest
 import torch
 from models import VOCABULARY, perturbed, tiny, with_clear_preferences
@@ -104,3 +106,11 @@ def test_arguments_of_other_kinds_are_told(target):
         DynSpecAssistant(drafter, target=target, tokenizer="a/b")
     with pytest.raises(ConfigurationError, match=r"HybridShortlist is a class: pass a policy"):
         DynSpecAssistant(drafter, HybridShortlist, target=target)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_drafter_that_is_the_target_is_always_right(kind, target):
+    """So it has read all tokens that count, each in its place."""
+    assistant = DynSpecAssistant(copy.deepcopy(target), "full", target=target, num_assistant_tokens=3)
+    target.generate(**CALLS[kind], **STATIC[kind], max_new_tokens=25, assistant_model=assistant)
+    assert assistant.stats.lane == "fixed memory" and assistant.stats.acceptance_rate == 1.0
