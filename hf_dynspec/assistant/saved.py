@@ -58,7 +58,7 @@ class SavedAssistant(Assistant):
             drafter=drafter_reference(self.drafter),
             target=model_reference(self.target),
             num_assistant_tokens=options.num_assistant_tokens,
-            # A drafter's own; of trees it does not hold.
+            # Trees do not use it, and the drafter's own configuration may have one.
             assistant_confidence_threshold=None if self.tree else options.assistant_confidence_threshold,
             tree=self.tree,
             provenance=provenance or {},

@@ -71,7 +71,7 @@ def main() -> None:
 
     from ..errors import DynSpecError
 
-    # A terminal of another encoding would lose the figures for a sign.
+    # If the terminal's encoding lacks a character, the rest is still printed.
     sys.stdout.reconfigure(errors="replace")
     # The line of source that warns means nothing to a user.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {' '.join(str(message).split())}\n"

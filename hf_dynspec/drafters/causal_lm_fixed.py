@@ -52,7 +52,7 @@ class FixedCausalLM(FixedDrafter):
         self.memory.begin(text, read, read.layers[0].keys.shape[2])
         self.memory.lengths[text] -= 1
         self._before[text] = before
-        self._chain = [self._before] if self._is_single else []
+        self._chain = [before.unsqueeze(0)] if self._is_single else []
 
     def resize(self, texts: torch.Tensor, capacity: int) -> None:
         super().resize(texts, capacity)
@@ -95,6 +95,7 @@ class FixedCausalLM(FixedDrafter):
             before = self._chain[accepted] if known == accepted else hidden[:, :1]
             observe_draft_inputs(self._embed(fresh[:, -1:]), before)
         self._level = hidden[:, -1:]
+        self._before.copy_(self._level)
         self._chain = [self._level]
         return self._level
 

@@ -452,7 +452,6 @@ class Round:
         nowhere, accepted = text.selector.vocabulary_size, walks.accepted[number]
         order = self._order[: 1 + (int(accepted) if is_host_memory(self.device) else self.steps)]
         counts, tokens = order <= accepted, walks.token_ids[number, : len(order)]
-
         path = walks.rows[number, : len(order)]
 
         def along_path(rows: torch.Tensor) -> torch.Tensor:
