@@ -8,6 +8,7 @@ from models import VOCABULARY, perturbed, tiny, with_clear_preferences
 from transformers import DynamicCache
 
 from hf_dynspec import ConfigurationError, DynSpecAssistant, HybridShortlist, UnsupportedError
+from hf_dynspec.drafters.causal_lm_fixed import FixedCausalLM
 
 
 @pytest.fixture
@@ -114,3 +115,18 @@ def test_a_drafter_that_is_the_target_is_always_right(kind, target):
     assistant = DynSpecAssistant(copy.deepcopy(target), "full", target=target, num_assistant_tokens=3)
     target.generate(**CALLS[kind], **STATIC[kind], max_new_tokens=25, assistant_model=assistant)
     assert assistant.stats.lane == "fixed memory" and assistant.stats.acceptance_rate == 1.0
+
+
+def test_a_single_texts_tree_keeps_the_hidden_state_of_its_last_token(target, monkeypatch):
+    """Which is the next round's draft input, if no draft is accepted."""
+    kept, advance = [], FixedCausalLM.advance
+
+    def compared(self, *args, **kwargs):
+        hidden = advance(self, *args, **kwargs)
+        kept.append(torch.equal(self._before, hidden))
+        return hidden
+
+    monkeypatch.setattr(FixedCausalLM, "advance", compared)
+    assistant = DynSpecAssistant(perturbed(target), "full", target=target, tree=True)
+    target.generate(**CALLS["static"], **STATIC["static"], max_new_tokens=16, assistant_model=assistant)
+    assert len(kept) > 1 and all(kept)
